@@ -18,7 +18,7 @@ BOUNDS = {
     "lines of src": 40_550,
     "lines of core": 5_140,
     "lines of the reading path": 3_340,
-    "lines of tests": 38_900,
+    "lines of tests": 39_000,
     "lines of the longest file in src": 450,
     "words of docs": 31_100,
     "lines of README": 90,

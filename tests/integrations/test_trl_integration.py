@@ -208,7 +208,6 @@ def test_checkpoints_may_be_spaced_by_a_fraction_of_the_run(tmp_path: Path) -> N
         ({"schedule": "partly"}, "mode"),
         ({"schedule": Schedule(mode="partial", rollouts_per_prompt=2)}, "rollouts_per_prompt"),
         ({"schedule": Schedule(mode="partial", overlap=True)}, "overlap"),
-        ({"schedule": Schedule(mode="partial", filter_groups="equal_rewards")}, "filter_groups"),
         ({"schedule": Schedule(mode="on-policy", max_staleness=2)}, "max_staleness"),
     ],
 )

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 import torchrun
 from server_process import serving
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.events import Updated
+from sortedrl.core.events import Filtered, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.integrations.trl.fields import check_model, check_parts
 from sortedrl.integrations.trl.rows import dealt, rows_in_groups
@@ -96,6 +96,39 @@ def test_sharded_ranks_train_as_one_process_does_and_resume(sharding: str, tmp_p
     again = trained(tmp_path, sharding, resume=str(tmp_path / "checkpoint-2"))
     assert again["rollouts"] == two["rollouts"]
     assert difference(two, again) < 1e-6
+
+
+@pytest.mark.slow
+def test_rank_0_scores_and_filters_for_all_as_one_process_does(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    one = trained(tmp_path / "one", "none", processes=1, filter_groups="equal_rewards")
+    two = trained(tmp_path, "fsdp2", filter_groups="equal_rewards")
+    assert two["rollouts"] == one["rollouts"] and len(one["rollouts"]) == 3
+    assert losses(two) == pytest.approx(losses(one), abs=1e-4)
+    assert difference(one, two) < 1e-4
+    assert filtered_in(tmp_path / "events.jsonl") > 0
+    assert (tmp_path / "scored-0").read_text() == (tmp_path / "one" / "scored-0").read_text()
+    assert not (tmp_path / "scored-1").exists()
+
+
+@pytest.mark.slow
+def test_each_rank_scores_and_filters_its_own_groups_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    two = trained(tmp_path, "none", engine="own", filter_groups="equal_rewards")
+    for rank, name in enumerate(("events.jsonl", "events-1.jsonl")):
+        log = without_rolled_back(read_events(tmp_path / name))
+        assert [len(event.rollouts) for event in log if isinstance(event, Updated)] == [8, 8, 8]
+        assert filtered_in(tmp_path / name) > 0
+        scored = sum(isinstance(event, Scored) for event in log)
+        assert len((tmp_path / f"scored-{rank}").read_text().splitlines()) == scored
+    again = trained(
+        tmp_path, "none", engine="own", filter_groups="equal_rewards", resume=str(tmp_path / "checkpoint-2")
+    )
+    assert again["rollouts"] == two["rollouts"]
+    assert difference(two, again) < 1e-6
+
+
+def filtered_in(log: Path) -> int:
+    return sum(isinstance(event, Filtered) for event in without_rolled_back(read_events(log)))
 
 
 def example(folder: Path, sharding: str, *arguments: str) -> list[str]:

@@ -23,7 +23,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from scripted_model import EOS, TEMPLATE, Table, call, scripted_model, scripted_tokenizer
 from sortedrl.core import strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.events import Event, Observed, Rejected, Started, Submitted, TurnEnded, Updated
+from sortedrl.core.events import Event, Filtered, Observed, Rejected, Started, Submitted, TurnEnded, Updated
+from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
@@ -139,7 +140,7 @@ def watched(kind: type) -> tuple[type, list[dict[str, Any]]]:
         def _generate(self, prompts: Any) -> Any:
             generated = super()._generate(prompts)
             prompt_ids, completion_ids, tool_mask, completions, *_ = generated
-            if self.model.training:
+            if self.model.training and isinstance(self.model, torch.nn.Module):  # not a group that is scored alone
                 tool_mask = tool_mask or [[1] * len(ids) for ids in completion_ids]
                 for row in zip(prompt_ids, completion_ids, tool_mask, completions, strict=True):
                     seen.append(dict(zip(("prompt", "tokens", "mask", "messages"), row, strict=True)))
@@ -338,9 +339,14 @@ def test_environments_may_own_the_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["on-policy", "partial+elevator", pytest.param("cohort-at-once", marks=pytest.mark.slow)]
+    ("mode", "filter_groups"),
+    [
+        *(("on-policy", None), ("partial+elevator", None), ("partial+elevator", "equal_rewards")),
+        *(pytest.param("cohort-at-once", None, marks=pytest.mark.slow),),
+        *(pytest.param("on-policy", "equal_rewards", marks=pytest.mark.slow),),
+    ],
 )
-def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, tmp_path: Path) -> None:
+def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, filter_groups: str | None, tmp_path: Path) -> None:
     """Responses of random length, some stopped in mid-episode; each instance must have seen its rollout's calls."""
     args = config(tmp_path, max_steps=6, max_completion_length=200, learning_rate=1e-3)
     given: dict[str, Any] = {
@@ -348,7 +354,8 @@ def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, tmp_path: Pa
         "reward_funcs": own_instance,
         "train_dataset": starts(24),
     }
-    trainer = trainer_of(SortedGRPOTrainer, tmp_path, COUNTING, args=args, schedule=mode, slots=3, **given)
+    schedule = Schedule(mode=mode, filter_groups=filter_groups)
+    trainer = trainer_of(SortedGRPOTrainer, tmp_path, COUNTING, args=args, schedule=schedule, slots=3, **given)
     Counter24.made = 0
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -358,6 +365,7 @@ def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, tmp_path: Pa
     log = events_in(tmp_path)
     trained = [rollout for event in log if isinstance(event, Updated) for rollout in event.rollouts]
     assert len(trained) == len(set(trained)) >= 24 and not [event for event in log if isinstance(event, Rejected)]
+    assert any(isinstance(event, Filtered) for event in log) == (filter_groups is not None)
     opened = {event.rollout for event in log if isinstance(event, Started)}
     assert Counter24.made < len(opened)  # instances are used again after their rewards
     staleness = Metrics().fold(log).run_metrics().staleness_max
@@ -372,14 +380,18 @@ def events_in(folder: Path) -> list[Event]:
 
 
 @pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
-def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("filter_groups", [None, "equal_rewards"])
+def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(
+    mode: str, filter_groups: str | None, tmp_path: Path
+) -> None:
     """GRPOTrainer samples what our rollouts sampled, runs the tools itself, and takes the same step."""
     fields = {"learning_rate": 0.1, "optim": "sgd", "max_grad_norm": 0.0, "max_completion_length": 150}
     watching, seen = watched(SortedGRPOTrainer)
     data = starts()
     given: dict[str, Any] = {"environment_factory": Counter24, "reward_funcs": own_instance}
     args = config(tmp_path / "ours", **fields)
-    ours = trainer_of(watching, tmp_path / "ours", COUNTING, args=args, schedule=mode, train_dataset=data, **given)
+    schedule = Schedule(mode=mode, filter_groups=filter_groups)
+    ours = trainer_of(watching, tmp_path / "ours", COUNTING, args=args, schedule=schedule, train_dataset=data, **given)
     start = {name: value.detach().clone() for name, value in ours.model.named_parameters()}
     ours.train()
     rows = [next(n for n in range(8) if f"from {n}N" in ours._tokenizer.decode(row["prompt"])) for row in seen]
@@ -414,9 +426,13 @@ def next_turn(row: dict[str, Any], context: int) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("environments", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, environments: bool, tmp_path: Path) -> None:
-    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-    given: dict[str, Any] = {"schedule": mode, "slots": 3, "tool_threads": 0, "train_dataset": starts(16)}
+@pytest.mark.parametrize("filter_groups", [None, "equal_rewards"])
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(
+    mode: str, environments: bool, filter_groups: str | None, tmp_path: Path
+) -> None:
+    fields = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+    schedule = Schedule(mode=mode, filter_groups=filter_groups)
+    given: dict[str, Any] = {"schedule": schedule, "slots": 3, "tool_threads": 0, "train_dataset": starts(16)}
     if environments:
         given |= {"environment_factory": Counter24, "reward_funcs": own_instance}
     else:

@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sortedrl.core.engine import EngineDied
+from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.integrations.trl.weights import is_sharded, whole_weights
@@ -61,9 +62,10 @@ def fail(fault: str) -> None:
 
 def main(
     folder: str, *, engine: str, steps: int = 3, accumulation: int = 2, resume: str | None = None, fault: str = "",
-    on_rank: int = 0, lora: bool = False, evaluate: bool = False,
+    on_rank: int = 0, lora: bool = False, evaluate: bool = False, filter_groups: str | None = None,
 ) -> None:  # fmt: skip
-    """`engine`: own (one per rank), shared (on rank 0), or a name. `fault` happens on `on_rank`."""
+    """`engine`: own (one per rank), shared (on rank 0), or a name. `fault` happens on `on_rank`. With a filter, every
+    third prompt has equal rewards."""
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
     model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.float32)
@@ -74,10 +76,14 @@ def main(
         engine.fault = fault if on_rank == RANK else ""
         return engine
 
-    def reward(completions: Any, **columns: Any) -> list[float]:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         if fault == "reward" and on_rank == RANK:
             note_failure()
             raise KeyError("solution")
+        with Path(folder, f"scored-{RANK}").open("a") as lines:
+            lines.write("scored\n" * len(completions))
+        if filter_groups:
+            return [0.0 if int(prompts[0].split()[1]) % 3 == 1 else float(place) for place in range(len(completions))]
         return [float(sum(map(ord, str(completion))) % 7) for completion in completions]
 
     options: dict[str, Any] = {}
@@ -98,6 +104,7 @@ def main(
         prompts,
         prompts.select(range(8)) if evaluate else None,
         tokenizer,
+        schedule=Schedule(filter_groups=filter_groups),
         engine=made() if engine == "own" else made if engine == "shared" else engine,
         **options,
     )  # fmt: skip

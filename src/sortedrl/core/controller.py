@@ -38,7 +38,7 @@ from sortedrl.core.engine import UNCHANGED, Engine, Sampling, with_defaults
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
-from sortedrl.core.group_filter import Keeps
+from sortedrl.core.group_filter import GroupFilter, Keeps
 from sortedrl.core.ledger import Ledger, SlotClock
 from sortedrl.core.parts import check_optional_parts, check_parts, default_log, filter_of, strategy_of
 from sortedrl.core.prompts import Prompts
@@ -66,7 +66,7 @@ class Controller:
         *,
         environments: Environments | None = None,  # for rollouts of several turns
         strategy: Strategy | None = None,  # your own instead of `schedule.mode`
-        filter_groups: Keeps | None = None,  # your own instead of `schedule.filter_groups`
+        filter_groups: Keeps | GroupFilter | None = None,  # your own instead of `schedule.filter_groups`
         expectation: Expectation | None = None,
         sampling: Sampling | None = None,
         log: EventLog | None = None,  # None: only a `RejectionWatch`, which warns and may stop the run

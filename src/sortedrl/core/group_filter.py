@@ -51,7 +51,7 @@ class GroupFilter:
 
     def __init__(self, name: str, keeps: Keeps, schedule: Schedule) -> None:
         self.name = name
-        self._keeps = keeps
+        self.keeps = keeps
         self._update_size = schedule.rollouts_needed
         self._max_fraction = schedule.max_filtered_fraction
         self._outcomes: deque[tuple[int, str]] = deque()  # rollouts, and why they were filtered (empty: kept)
@@ -71,11 +71,11 @@ class GroupFilter:
         """Why the group is filtered; empty if it is kept."""
         rewards = [rollout.reward or 0.0 for rollout in group]
         self._lowest, self._highest = min(self._lowest, *rewards), max(self._highest, *rewards)
-        if self._keeps is has_unequal_rewards and len(group) == 1:
+        if self.keeps is has_unequal_rewards and len(group) == 1:
             why = TOO_FEW
         elif self._is_kept(tuple(group)):
             why = ""
-        elif self._keeps is has_unequal_rewards:
+        elif self.keeps is has_unequal_rewards:
             why = self._kind_of_reward(rewards[0])
         else:
             why = self.name
@@ -101,7 +101,7 @@ class GroupFilter:
 
     def _is_kept(self, group: tuple[Rollout, ...]) -> bool:
         try:
-            kept: Any = self._keeps(group)
+            kept: Any = self.keeps(group)
             if kept is None or isinstance(kept, str):
                 raise TypeError(f"it returned {kind_of(kept)}: return True to keep the group, False to filter it")
             return bool(kept)

@@ -23,8 +23,8 @@ def strategy_of(schedule: Schedule, strategy: Strategy | None) -> Strategy:
     return strategy
 
 
-def filter_of(schedule: Schedule, keeps: Keeps | None, strategy: Strategy) -> GroupFilter | None:
-    found = group_filter(schedule, keeps)
+def filter_of(schedule: Schedule, given: Keeps | GroupFilter | None, strategy: Strategy) -> GroupFilter | None:
+    found = given if isinstance(given, GroupFilter) else group_filter(schedule, given)
     if found is not None:
         strategy.check_filter()
     return found

@@ -13,22 +13,28 @@ from typing import Any
 
 import trl
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from trl.distributed import DistributedBackend
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.configuration import ConfigurationError, checked_float, checked_int, checked_slots
+from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.strategies.registry import group_filter, strategy_named
 from sortedrl.core.user_values import one_line
 from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import SERVERS, check_name
+from sortedrl.integrations.trl.weights import is_sharded
 
 OLDEST_VERSION = "1.16.0"
 VERIFIED_VERSIONS = ("1.16.0",)
 UPDATES_PER_COHORT = 4
+LOGGED_METRICS = (
+    *("bubble", "idle", "goodput", "waste", "rejected", "filtered_fraction", "staleness_mean", "staleness_max"),
+)
 
 # The methods of GRPOTrainer that are overridden, with their parameters.
 HOOKS: dict[str, tuple[str, ...]] = {
@@ -287,14 +293,30 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int, *, is_share
     schedule.check_cohort()
     if schedule.overlap:
         raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
-    if schedule.filter_groups is not None:
-        raise ConfigurationError(
-            "filter_groups", schedule.filter_groups,
-            "TRL computes the rewards of a whole update after it is composed, so no group can be judged before",
-            "Leave it out; sortedrl train, your own loop and verl have it (docs/dynamic_sampling.md).",
-        )  # fmt: skip
-    strategy_named(schedule.mode).check(schedule)
+    strategy = strategy_named(schedule.mode)
+    strategy.check(schedule)
+    if group_filter(schedule) is not None:
+        strategy.check_filter()
     return schedule
+
+
+def check_filter(trainer: Any, schedule: Schedule) -> None:
+    """Refuse what `filter_groups` cannot work with. `trainer` is a GRPOTrainer."""
+    if schedule.filter_groups is None:
+        return
+    if schedule.filter_groups == EQUAL_REWARDS and trainer.multi_objective_aggregation != "sum_then_normalize":
+        raise ConfigurationError(
+            "multi_objective_aggregation", trainer.multi_objective_aggregation,
+            f"{EQUAL_REWARDS} compares sums of rewards, and this aggregation compares function by function",
+            "Use sum_then_normalize, or a filter of your own that reads rollout.detail['rewards'].",
+        )  # fmt: skip
+    for name, model in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        if isinstance(model, nn.Module) and is_sharded(model):
+            raise ConfigurationError(
+                "reward_funcs", name, "with filter_groups each rank scores its groups when they are complete, but this "
+                "model is sharded, so that all ranks would have to run it at once",
+                "Serve it, and call it from a reward function.",
+            )  # fmt: skip
 
 
 def with_tools(schedule: Schedule, context: int, threads: int, limit_seconds: float) -> Schedule:

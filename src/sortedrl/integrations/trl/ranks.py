@@ -124,6 +124,7 @@ class FollowedRun:
 
     has_batch_in_hand = False
     metrics = None
+    reward_mean = 0.0
 
     def __init__(self) -> None:
         self.version = 0

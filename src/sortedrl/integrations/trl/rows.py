@@ -8,18 +8,28 @@ copies of real ones without effect: no reward, and a mask of zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sortedrl.core.rollout import Rollout
 
+# Metrics that `_compute_loss` appends per micro-batch, as means over its tokens. The second ones are means over its
+# responses if the ratio of the loss is per response.
+MEANS_OVER_TOKENS = ("entropy", "kl")
+MEANS_OF_RATIOS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
+
 
 class Row(NamedTuple):
     rollout: Rollout
     trains: bool  # False: padding
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """Text or messages. An environment may make all of it."""
+    return row.get("prompt", [{"role": "user", "content": ""}])
 
 
 def rows_in_groups(rollouts: Iterable[Rollout], group_size: int) -> list[Row]:
@@ -98,6 +108,14 @@ def token_weights(tokens: Tensor, optimizer_steps: int) -> Tensor:
     average micro-batch. `tokens`: of each micro-batch, in all processes."""
     per_step = tokens.view(optimizer_steps, -1).float()
     return (per_step / per_step.mean(dim=1, keepdim=True).clamp(min=1.0)).flatten()
+
+
+def weight_means(metrics: Mapping[str, list[float]], weight: float, *, has_ratio_per_sequence: bool) -> None:
+    """TRL logs the mean over micro-batches. Cut by length, those of long responses have most of the tokens: the last
+    value of each mean counts by its tokens here."""
+    for name in MEANS_OVER_TOKENS if has_ratio_per_sequence else MEANS_OVER_TOKENS + MEANS_OF_RATIOS:
+        if name in metrics:
+            metrics[name][-1] *= weight
 
 
 def _trimmed(part: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,13 +7,15 @@ TRL asks for a batch when it wants one, so the controller's loop is turned insid
     publish         the optimizer has stepped: the engine continues under the new weights
 
 Because rewards come late, a finished rollout counts as ready, and the events from a batch's hand-out on are held back
-until its rewards can be written into them. The log is complete whenever no batch is in hand.
+until its rewards can be written into them. The log is complete whenever no batch is in hand. With `filter_groups` each
+group is scored when it is complete (group_rewards.py), and no event is held back.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -26,14 +28,15 @@ from trl.trainer.grpo_config import GRPOConfig
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import Engine, Sampling
-from sortedrl.core.events import Event, EventLog, Scored, Sink, Updated
+from sortedrl.core.events import Event, EventLog, Filtered, Scored, Sink, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.wording import counted
 from sortedrl.integrations.trl.environments import TrlEnvironments
+from sortedrl.integrations.trl.group_rewards import Score, scored_groups
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
@@ -86,19 +89,27 @@ def columns_in_use(row: dict[str, Any], args: GRPOConfig) -> dict[str, Any]:
 
 
 class LateRewards:
-    """A sink before others. Holds events back from a batch's hand-out until `release`."""
+    """A sink before others. Holds events back from a batch's hand-out until `release`, unless groups are scored before
+    (`by_group`): then `note` gets their rewards."""
 
-    def __init__(self, *sinks: Sink) -> None:
+    def __init__(self, *sinks: Sink, by_group: bool = False) -> None:
         self.sinks = list(sinks)
+        self._by_group = by_group
         self._held: list[Event] = []
+        self._last_time = 0.0
 
     def __call__(self, event: Event) -> None:
+        self._last_time = event.at
         if isinstance(event, Scored):  # finished is all that it says: the reward is not known yet
             return
-        if self._held or isinstance(event, Updated):
+        if self._held or (isinstance(event, Updated) and not self._by_group):
             self._held.append(event)
         else:
             self._pass_on(event)
+
+    def note(self, group: Sequence[Rollout]) -> None:
+        for rollout in group:
+            self._pass_on(Scored(self._last_time, rollout.id, rollout.reward or 0.0))
 
     def release(self, reward_of: dict[int, float]) -> None:
         held, self._held = self._held, []
@@ -131,6 +142,7 @@ class ScheduledRun:
         log_path: Path,
         max_rejected_fraction: float,
         settings: Mapping[str, Any],
+        score_group: Score,
         environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
@@ -139,7 +151,8 @@ class ScheduledRun:
         self._prompts = prompts
         self._updates = updates
         self._data = Prompts(prompts, seed=schedule.seed, shuffle=shuffle)
-        self._log = LateRewards(self.metrics)
+        self._log = LateRewards(self.metrics, by_group=schedule.filter_groups is not None)
+        self._score_group = score_group
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
         )
@@ -151,8 +164,10 @@ class ScheduledRun:
             ScoreAtOnce(lambda rollout: 0.0) if environments is None else environments.ends,
             schedule,
             environments=environments,
+            filter_groups=scored_groups(schedule, self._score),
             sampling=sampling,
-            log=EventLog(self._log, self._rejections),  # in this order: an event is in the file before the run stops
+            # In this order: an event is in the file before the run stops.
+            log=EventLog(self._log, self._rejections, self._replace_filtered),
         )
         if saved is not None:
             _refuse_changes(saved["schedule"], asdict(schedule))
@@ -172,15 +187,29 @@ class ScheduledRun:
         return self._in_hand is not None
 
     def next_batch(self) -> Batch:
-        # Enough for the rest even if half of it is rejected: TRL counts in steps, and ends the run by them.
-        self._data.extend(2 * self._schedule.prompts_for(self._updates - self.controller.updates))
+        self._extend_data()
         for batch in self._batches:
             self._in_hand = batch
+            rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
+            self.reward_mean = sum(rewards) / len(rewards)
             return batch
         rejected = counted(self.metrics.snapshot().rejected, "rollout")
         raise TooManyRejected(
             f"the prompts are used up before the last step. Rejected: {rejected}, {self._rejections.most_frequent()}"
         )
+
+    def _extend_data(self) -> None:
+        """Enough for the rest even if half of it is rejected: TRL counts in steps, and ends the run by them."""
+        prompts = 2 * self._schedule.prompts_for(self._updates - self.controller.updates)
+        self._data.extend(math.ceil(prompts / self.controller.kept_fraction))
+
+    def _replace_filtered(self, event: Event) -> None:
+        if isinstance(event, Filtered):
+            self._extend_data()
+
+    def _score(self, group: Sequence[Rollout]) -> None:
+        self._score_group(group)
+        self._log.note(group)
 
     def score(self, reward_of: dict[int, float]) -> None:
         self._log.release(reward_of)
@@ -279,4 +308,9 @@ def state_name(rank: int) -> str:
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(state))
+    write_atomically(path, json.dumps(state, default=_plain))
+
+
+def _plain(logged: Any) -> Any:
+    """For JSON: a value that a reward function has logged (`log_extra`)."""
+    return logged.tolist() if hasattr(logged, "tolist") else str(logged)

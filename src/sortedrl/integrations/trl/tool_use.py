@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,23 @@ class ToolUse:
         if self.box.observations.setdefault(row, observation) != observation:
             raise different_observation(instance, row)
         return _ending_with(messages, observation)
+
+    # A group that is scored before its update is composed
+
+    def of_group(self, group: Sequence[Rollout]) -> ToolUse:
+        """A copy that has the episodes of these rollouts in hand. They keep their turns after `release`."""
+        made = copy.copy(self)
+        made._episode_of = {rollout.id: self.box.episodes[rollout.id] for rollout in group}
+        return made
+
+    def prompts(self, rows: Sequence[Row], messages: Sequence[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+        """As `with_observation`, without another reset."""
+        if self.box.factories is None:
+            return list(messages)
+        places = [row.rollout.prompt.payload for row in rows]
+        self._grpo._batch_environments = [self.box.name_of(self._example_of(place)) for place in places]
+        observations = [self.box.observations[place] for place in places]
+        return [_ending_with(prompt, seen) for prompt, seen in zip(messages, observations, strict=True)]
 
     # An update
 

@@ -8,7 +8,8 @@ lines. So GRPOTrainer is subclassed where it fills its generation batch:
     _prepare_inputs                     gets an update from the scheduler instead of the data loader, distributes it
                                         over the optimizer steps and splits each step into micro-batches by length
     _generate_single_turn               returns that update's tokens and log-probabilities (in evaluation: samples)
-    _calculate_rewards                  TRL's, on the whole update; rewards go to the event log
+    _calculate_rewards                  TRL's, on the whole update; rewards go to the event log. With `filter_groups`
+                                        each group was scored when it was complete, and this returns the rewards
     _generate_and_score_completions     TRL's; then `old_per_token_logps` are set to the engine's log-probabilities
     _compute_loss                       TRL's; the engine's log-probabilities are also compared with TRL's
     _tool_call_loop                     only with tools: returns the turns, which ran beside generation (tool_use.py)
@@ -32,6 +33,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ from sortedrl.integrations.trl.engine import (
     is_function,
     longest_context,
 )
+from sortedrl.integrations.trl.group_rewards import rewards_of_update, score_group, total_rewards
 from sortedrl.integrations.trl.mismatch import check_mismatch, mismatch_of
 from sortedrl.integrations.trl.ranks import FollowedRun, Ranks
 from sortedrl.integrations.trl.rows import (
@@ -64,10 +67,12 @@ from sortedrl.integrations.trl.rows import (
     first_turn,
     loss_mask,
     micro_batches,
+    prompt_of,
     rows_in_groups,
     rows_needed,
     token_staleness,
     token_weights,
+    weight_means,
 )
 from sortedrl.integrations.trl.run import (
     DatasetPrompts,
@@ -78,11 +83,6 @@ from sortedrl.integrations.trl.run import (
     write_state,
 )
 from sortedrl.integrations.trl.tool_use import ToolUse
-
-# Metrics that `_compute_loss` appends per micro-batch, as means over its tokens. The second ones are means over its
-# responses if the ratio of the loss is per response.
-MEANS_OVER_TOKENS = ("entropy", "kl")
-MEANS_OF_RATIOS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
 class HookNeverFired(RuntimeError):
@@ -138,6 +138,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
         self._is_shared = is_function(engine) and self._ranks.size > 1  # rank 0 generates for all
         self.schedule = fields.schedule_for(self.args, schedule, self._ranks.rank, is_shared=self._is_shared)
+        fields.check_filter(self, self.schedule)
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
@@ -220,6 +221,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
             max_rejected_fraction=self._max_rejected_fraction,
             settings=fields.plain_settings(self.args) | asdict(self.schedule) | self._own_settings,
+            score_group=partial(score_group, self),
             environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,
         )
@@ -231,7 +233,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         return DatasetPrompts(self.train_dataset, rows, self.args, self._prompt_tokens)
 
     def _prompt_tokens(self, row: int) -> Sequence[int]:
-        messages = self.example(row).get("prompt", [{"role": "user", "content": ""}])
+        messages = prompt_of(self.example(row))
         if self.tool_use is not None:
             messages = self.tool_use.with_observation(row, messages)
         tokens, *_ = self._tokenize_prompts([messages])
@@ -353,15 +355,17 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             return rewards
         self._fired.add("_calculate_rewards")
         self.run.mark_phase("scores")
-        if self.tool_use is not None:
-            self.environments = self.tool_use.instances(self._rows)
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.schedule.filter_groups is not None:
+            rewards = rewards_of_update(self, self._rows)
+        else:
+            if self.tool_use is not None:
+                self.environments = self.tool_use.instances(self._rows)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.tool_use is not None:
             self.tool_use.release()
         trains = gather(torch.tensor([row.trains for row in self._rows], device=rewards.device))
         rewards[~trains] = torch.nan  # TRL leaves a row without a reward out of its group's statistics
-        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        total = total.nan_to_num(0.0, posinf=0.0, neginf=0.0)  # for the log, which is JSON; TRL takes what it was given
+        total = total_rewards(rewards, self.reward_weights)
         first = 0 if self._is_shared else self._ranks.rank * len(self._rows)
         ours = zip(self._scheduled_rows, total[first:].tolist(), strict=False)
         self.run.score({row.rollout.id: reward for row, reward in ours if row.trains})
@@ -399,16 +403,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             loss = super()._compute_loss(model, inputs)
         finally:
             self._loss_inputs = None
-        self._weight_means(inputs["token_weight"].item())
+        is_per_sequence = self.importance_sampling_level == "sequence"
+        weight_means(self._metrics["train"], inputs["token_weight"].item(), has_ratio_per_sequence=is_per_sequence)
         return loss
-
-    def _weight_means(self, weight: float) -> None:
-        """TRL logs the mean over micro-batches. Cut by length, those of long responses have most of the tokens: each
-        counts by its tokens here."""
-        has_ratio_per_sequence = self.importance_sampling_level == "sequence"
-        for name in MEANS_OVER_TOKENS if has_ratio_per_sequence else MEANS_OVER_TOKENS + MEANS_OF_RATIOS:
-            if name in self._metrics["train"]:
-                self._metrics["train"][name][-1] *= weight
 
     def _get_per_token_logps_and_entropies(self, *positional: Any, **named: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*positional, **named)
@@ -422,8 +419,10 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         if self.run.metrics is None:
             return
         now = self.run.metrics.snapshot()
-        for name in ("bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
+        for name in fields.LOGGED_METRICS:
             self._metrics["train"][f"sortedrl/{name}"] = [float(getattr(now, name))]
+        if self.schedule.filter_groups is not None:  # TRL's mean lacks the filtered groups
+            self._metrics["train"]["sortedrl/reward_mean"] = [self.run.reward_mean]
 
     # Checkpoints
 
