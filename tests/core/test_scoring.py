@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.core.scoring import Scored, Scorer, wait_briefly
+from sortedrl.core.scoring import Score, Scorer, wait_briefly
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function
 from sortedrl.tasks.task import Problem, Reward
 
@@ -25,8 +25,8 @@ def length_reward(rollout: Rollout) -> Reward:
     return Reward(float(len(rollout)), len(rollout) > 2, {"length": float(len(rollout))})
 
 
-def collect_all(scorer: Scorer, seconds: float = 20.0) -> dict[int, Scored]:
-    scored: dict[int, Scored] = {}
+def collect_all(scorer: Scorer, seconds: float = 20.0) -> dict[int, Score]:
+    scored: dict[int, Score] = {}
     until = time.monotonic() + seconds
     while scorer.pending and time.monotonic() < until:
         scorer.wait(until - time.monotonic())
@@ -56,7 +56,7 @@ def test_a_raising_reward_and_one_that_is_no_number_are_counted(make: Callable[.
     for rollout_id in range(3):
         scorer.submit(rollout_of(rollout_id))
     scored = collect_all(scorer)
-    assert scored[0] == Scored(0, None, error="KeyError: 'answer'")
+    assert scored[0] == Score(0, None, error="KeyError: 'answer'")
     assert scored[1].reward is None and "nan" in str(scored[1].error)
     assert scored[2].reward == 1.0
 

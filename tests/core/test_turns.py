@@ -13,7 +13,7 @@ from random_runs import case_of
 from scenarios import NEVER, EnvironmentCall, Run, scenario
 from sortedrl.core import Answer, ConfigurationError, Schedule, events
 from sortedrl.core.rollout import ENVIRONMENT
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 
 
 def turning(mode: str, lengths: list[int], *, seconds: float = 5.0, **knobs: Any) -> Run:
@@ -203,7 +203,7 @@ def test_turns_that_were_lost_after_a_limit_cost_a_failure_only_if_it_is_their_o
     scorer: Any = run.controller.scorer
     collect, lost = scorer.collect, 3
 
-    def lose(scored: Scored) -> Scored:
+    def lose(scored: Score) -> Score:
         nonlocal lost
         lost -= 1
         return scored._replace(error="gone", is_lost=True, counts=counts) if lost >= 0 else scored

@@ -420,9 +420,3 @@ def test_a_trained_run_s_report_and_summary_agree_to_the_last_digit(
     page = (folder / "report.html").read_text()
     (command,) = re.findall(r"sortedrl train [^<]*", page)
     assert "--mode partial+elevator" in command and "--rollouts-per-update 16" in command
-    resumed = [line for line in read.responses if len(line["segments"]) > 1]
-    assert resumed, "some response was stopped and resumed"
-    for line in resumed:
-        assert line["segment_ends"][-1] == len(line["response"])
-        assert line["segment_ends"] == sorted(line["segment_ends"])
-    assert '<span class="segment"' in page

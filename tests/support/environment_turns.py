@@ -8,7 +8,7 @@ from typing import Any
 from chat_tokenizer import chat_tokenizer
 from processes import wait_until
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
@@ -63,9 +63,9 @@ def end_by(limit: str, rollout: Rollout) -> None:
     rollout.truncated, rollout.ended_by, rollout.state = True, limit, State.FINISHED
 
 
-def scores_of(environments: TaskEnvironments) -> list[Scored]:
+def scores_of(environments: TaskEnvironments) -> list[Score]:
     """Of the rollouts that a limit ended."""
-    found: list[Scored] = []
+    found: list[Score] = []
 
     def came() -> bool:
         environments.ends.wait(1.0)

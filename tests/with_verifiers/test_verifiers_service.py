@@ -18,7 +18,7 @@ from verifiers.v1.serve.client import EnvClient
 from chat_tokenizer import chat_tokenizer
 from processes import is_running, wait_for_end, wait_until
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
 from sortedrl.integrations.verifiers import service
 from sortedrl.integrations.verifiers.task import Served, VerifiersTask
@@ -88,7 +88,7 @@ class Game:
         rollout.observe(answer.observation)
         return str(self.tokenizer.decode(answer.observation))
 
-    def score(self, rollout: Rollout, limit: str) -> Scored:
+    def score(self, rollout: Rollout, limit: str) -> Score:
         rollout.truncated, rollout.ended_by = True, limit
         self.ends.submit(rollout)
         (scored,) = collected(self.ends, 1)

@@ -22,7 +22,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.scoring import ScoreAtOnce, Scored, Scorer
+from sortedrl.core.scoring import Score, ScoreAtOnce, Scorer
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.core.turns import Answer, Environments
@@ -53,8 +53,8 @@ __all__ = [
     "Sampling",
     "Schedule",
     "SchedulerState",
+    "Score",
     "ScoreAtOnce",
-    "Scored",
     "Scorer",
     "Segment",
     "SensedLengths",

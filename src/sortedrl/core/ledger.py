@@ -16,7 +16,7 @@ from sortedrl.core.buffer import RUNNING, Group, Key
 from sortedrl.core.engine import Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.wording import counted
 
@@ -202,7 +202,7 @@ class Ledger:
 
     # After the engine
 
-    def score(self, scored: Scored) -> None:
+    def score(self, scored: Score) -> None:
         """Take in a score. Without a usable reward the rollout is rejected, or regenerated if its turns were lost. The
         score of an old attempt is ignored."""
         buffer = self.state.buffer

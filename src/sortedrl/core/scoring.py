@@ -13,7 +13,7 @@ SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine gen
 SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts are checked
 
 
-class Scored(NamedTuple):
+class Score(NamedTuple):
     """`error`: why there is no reward, for example an exception or a timeout.
 
     `attempt` is the rollout's when it was submitted: a score of an earlier attempt is ignored. `is_lost`: its
@@ -49,7 +49,7 @@ class Scorer(Protocol):
         """Start scoring the rollout as it is now. Must not block, and must not raise errors of the reward function."""
 
     @abstractmethod
-    def collect(self) -> list[Scored]:
+    def collect(self) -> list[Score]:
         """Finished scores, in any order; never blocks."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class ScoreAtOnce:
 
     def __init__(self, reward: Callable[[Rollout], float]) -> None:
         self._reward = reward
-        self._done: list[Scored] = []
+        self._done: list[Score] = []
 
     @property
     def pending(self) -> int:
@@ -97,11 +97,11 @@ class ScoreAtOnce:
 
     def submit(self, rollout: Rollout) -> None:
         try:
-            self._done.append(Scored(rollout.id, as_reward(self._reward(rollout)), attempt=rollout.attempt))
+            self._done.append(Score(rollout.id, as_reward(self._reward(rollout)), attempt=rollout.attempt))
         except (Exception, SystemExit) as error:
-            self._done.append(Scored(rollout.id, None, error=reason_of(error), attempt=rollout.attempt))
+            self._done.append(Score(rollout.id, None, error=reason_of(error), attempt=rollout.attempt))
 
-    def collect(self) -> list[Scored]:
+    def collect(self) -> list[Score]:
         done, self._done = self._done, []
         return done
 

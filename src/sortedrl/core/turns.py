@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored, poll_deadline, wait_briefly
+from sortedrl.core.scoring import Score, poll_deadline, wait_briefly
 
 CANNOT_BRING_BACK = "its environment cannot bring back the turns so far"
 
@@ -192,7 +192,7 @@ class Turns:
         if answer.reward is None:
             self._score(rollout)
         else:
-            self._ledger.score(Scored(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
+            self._ledger.score(Score(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
 
     # Harvests and checkpoints
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.streaming import is_draining
 from sortedrl.core.turns import Answer
@@ -49,7 +49,7 @@ class _Delayed(Generic[Result]):
         self._engine.pass_time(max(0.0, min(due - self._engine.now(), timeout_seconds)))
 
 
-class SimulatedScorer(_Delayed[Scored]):
+class SimulatedScorer(_Delayed[Score]):
     """If `reward_of` raises, the score is an error."""
 
     def __init__(
@@ -69,9 +69,9 @@ class SimulatedScorer(_Delayed[Scored]):
 
     def submit(self, rollout: Rollout) -> None:
         try:
-            scored = Scored(rollout.id, self._reward_of(rollout), attempt=rollout.attempt)
+            scored = Score(rollout.id, self._reward_of(rollout), attempt=rollout.attempt)
         except Exception as error:
-            scored = Scored(rollout.id, None, error=f"{type(error).__name__}: {error}", attempt=rollout.attempt)
+            scored = Score(rollout.id, None, error=f"{type(error).__name__}: {error}", attempt=rollout.attempt)
         self._add(self._seconds_of(rollout), scored)
 
 

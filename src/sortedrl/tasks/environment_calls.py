@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class EnvironmentCalls(ABC, Generic[P]):
     def __init__(self) -> None:
         self._pending: dict[int, P] = {}  # by a number of its own for each call
         self._answers: list[Answer] = []
-        self._scores: list[Scored] = []
+        self._scores: list[Score] = []
         self.ends = Ends(self)
 
     @property
@@ -108,7 +108,7 @@ class EnvironmentCalls(ABC, Generic[P]):
         answers, self._answers = self._answers, []
         return answers
 
-    def collect_ends(self) -> list[Scored]:
+    def collect_ends(self) -> list[Score]:
         self._take_results()
         scores, self._scores = self._scores, []
         return scores
@@ -128,7 +128,7 @@ class EnvironmentCalls(ABC, Generic[P]):
             self._answers.append(answer)
         else:
             _, _, _, reward, detail, error, is_lost, counts = answer
-            self._scores.append(Scored(pending.rollout_id, reward, detail, error, pending.attempt, is_lost, counts))
+            self._scores.append(Score(pending.rollout_id, reward, detail, error, pending.attempt, is_lost, counts))
 
     @abstractmethod
     def submit_end(self, rollout: Rollout) -> None:
@@ -159,7 +159,7 @@ class Ends:
     def submit(self, rollout: Rollout) -> None:
         self._environments.submit_end(rollout)
 
-    def collect(self) -> list[Scored]:
+    def collect(self) -> list[Score]:
         return self._environments.collect_ends()
 
     def wait(self, timeout_seconds: float) -> None:

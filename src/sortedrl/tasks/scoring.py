@@ -1,6 +1,6 @@
 """Scoring in parallel with generation: in threads, or in killable processes, with a time limit per score.
 
-A reward that raises or hangs does not stop the engine or the run: it yields `Scored(reward=None, error=...)`. `detail`
+A reward that raises or hangs does not stop the engine or the run: it yields `Score(reward=None, error=...)`. `detail`
 is plain data for logs, `{"correct": bool, "parts": {...}}`.
 
     reward_function(task, ...)  rollout -> Reward: decode the tokens, call the task
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from sortedrl.core.configuration import checked_float, checked_int
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import ScoreAtOnce, Scored
+from sortedrl.core.scoring import Score, ScoreAtOnce
 from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 from sortedrl.tasks.worker_process import WorkerError
@@ -101,7 +101,7 @@ class BackgroundScorer:
         self._jobs: dict[int, _Job] = {}  # by rollout id: submitted and not yet collected
         self._waiting: deque[_Job] = deque()
         self._running: set[_Job] = set()
-        self._done: dict[int, Scored] = {}
+        self._done: dict[int, Score] = {}
         self._closed = False
         for _ in range(checked_int("threads", threads, 1)):
             self._start_thread()
@@ -119,7 +119,7 @@ class BackgroundScorer:
             self._waiting.append(job)
             self._changed.notify_all()
 
-    def collect(self) -> list[Scored]:
+    def collect(self) -> list[Score]:
         with self._changed:
             self._give_up_overdue()
             done, self._done = self._done, {}
@@ -166,7 +166,7 @@ class BackgroundScorer:
                     return job
         return None
 
-    def _finish(self, job: _Job, scored: Scored) -> None:
+    def _finish(self, job: _Job, scored: Score) -> None:
         if self._jobs.get(job.rollout.id) is job:
             self._done[job.rollout.id] = scored
             self._changed.notify_all()
@@ -180,21 +180,21 @@ class BackgroundScorer:
         for job in [job for job in self._running if now - job.started_at >= self._limit_seconds]:
             self._running.remove(job)
             error = f"no score within {self._limit_seconds:g} s; its thread was abandoned, not stopped"
-            self._finish(job, Scored(job.rollout.id, None, error=error, attempt=job.rollout.attempt))
+            self._finish(job, Score(job.rollout.id, None, error=error, attempt=job.rollout.attempt))
             self._start_thread()
 
 
-def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> Scored:
+def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> Score:
     """The score, or the error."""
     try:
         reward = checked_reward(score(rollout))
         detail = {"correct": reward.correct, "parts": reward.parts}
-        return Scored(rollout.id, reward.value, detail, attempt=rollout.attempt)
+        return Score(rollout.id, reward.value, detail, attempt=rollout.attempt)
     except BaseException as error:  # SystemExit, too: a reward must not end the run
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         reason = str(error) if isinstance(error, WorkerError) else reason_of(error)
-        return Scored(rollout.id, None, error=reason, attempt=rollout.attempt)
+        return Score(rollout.id, None, error=reason, attempt=rollout.attempt)
 
 
 def _score_of(task: Task) -> Callable[[Problem, str], tuple[float, bool, dict[str, float]]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored, Scorer
+from sortedrl.core.scoring import Score, Scorer
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.turns import Answer, Environments
 from sortedrl.tasks.environment import EnvironmentTask, ServedEnvironments, ServedTask
@@ -169,7 +169,7 @@ class _Shuffled:
         self._attempts.pop(rollout_id, None)
         self._inner.cancel(rollout_id)
 
-    def _shuffled(self, found: Scored | Answer) -> Scored | Answer:
+    def _shuffled(self, found: Score | Answer) -> Score | Answer:
         if found.reward is None:
             return found
         attempt = self._attempts.get(found.rollout_id, 0)  # none if it was canceled: then the answer does not count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -150,21 +149,14 @@ def sampled(batch: Batch, count: int) -> list[Rollout]:
 
 def line_of(rollout: Rollout, update: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """`update`: how many were done with the one that it is in."""
-    response = str(tokenizer.decode(rollout.tokens))
     return {
         "update": update,
         "rollout": rollout.id,
         "prompt": rollout.prompt.id,
         "question": rollout.prompt.payload.question,
-        "response": response,
+        "response": str(tokenizer.decode(rollout.tokens)),
         "reward": rollout.reward,
         "detail": rollout.detail,
         "truncated": rollout.truncated,
         "segments": [[segment.version, len(segment)] for segment in rollout.segments],
-        "segment_ends": [*_inner_ends(rollout, tokenizer), len(response)],
     }
-
-
-def _inner_ends(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where each segment but the last ends in the response, in characters."""
-    return [len(tokenizer.decode(rollout.tokens[:end])) for end in accumulate(map(len, rollout.segments[:-1]))]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scored
+from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
 from sortedrl.integrations.verl.exchange import Ended, Failed, Observed
 
@@ -129,7 +129,7 @@ class VerlScores:
     def has_scores(self) -> bool:
         return any(map(self._is_scored, self._attempts))
 
-    def collect(self) -> list[Scored]:
+    def collect(self) -> list[Score]:
         return [self._scored(id) for id in list(self._attempts) if self._is_scored(id)]
 
     def wait(self, timeout_seconds: float) -> None:
@@ -146,9 +146,9 @@ class VerlScores:
         """Or never will be: it finished, but the run was killed before it was scored."""
         return id not in self._loops or self._loops[id].score is not None
 
-    def _scored(self, id: int) -> Scored:
+    def _scored(self, id: int) -> Score:
         loop, attempt = self._loops.get(id), self._attempts.pop(id)
         reward, error = (loop and loop.score) or (None, "the run ended before it was scored")
         if loop is not None:
             loop.score = None
-        return Scored(id, reward, loop and loop.metric, error, attempt)
+        return Score(id, reward, loop and loop.metric, error, attempt)
