@@ -20,7 +20,7 @@ BOUNDS = {
     "lines of the reading path": 3_340,
     "lines of tests": 39_000,
     "lines of the longest file in src": 450,
-    "words of docs": 31_100,
+    "words of docs": 29_950,
     "lines of README": 90,
 }
 
