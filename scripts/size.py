@@ -17,7 +17,7 @@ CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
     "lines of src": 40_550,
     "lines of core": 5_140,
-    "lines of the reading path": 3_340,
+    "lines of the reading path": 3_280,
     "lines of tests": 39_000,
     "lines of the longest file in src": 450,
     "words of docs": 29_950,

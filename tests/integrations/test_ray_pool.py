@@ -33,7 +33,7 @@ from sortedrl.core import (
     events,
 )
 from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo, Finished, Started, Tokens
-from sortedrl.core.engine_reports import NoChanges
+from sortedrl.core.engine_checks import NoChanges
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 from sortedrl.integrations.ray import RayEngine, RayPool, merged

@@ -1,6 +1,5 @@
 """What a checkpoint holds of rollouts, and whether it fits this run. Each part saves and restores its own state.
-
-A checkpoint holds plain data that may be trained on, so what an engine reports passes `plain` and `fault_of`."""
+It holds plain data that may be trained on, so what an engine reports passes `plain` and `fault_of`."""
 
 from __future__ import annotations
 

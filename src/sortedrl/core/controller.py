@@ -40,7 +40,7 @@ from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
 from sortedrl.core.group_filter import GroupFilter, Keeps
 from sortedrl.core.ledger import Ledger, SlotClock
-from sortedrl.core.parts import check_optional_parts, check_parts, default_log, filter_of, strategy_of
+from sortedrl.core.parts import check_parts, default_log, filter_of, strategy_of
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
@@ -73,8 +73,10 @@ class Controller:
         max_updates: int | None = None,
         stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
-        check_parts(prompts, scorer, schedule)
-        check_optional_parts(environments, strategy, expectation, sampling, log, stream_to)
+        check_parts(prompts=prompts, scorer=scorer, schedule=schedule)
+        check_parts(optional=True, environments=environments, strategy=strategy, expectation=expectation)
+        learner = None if callable(stream_to) else stream_to
+        check_parts(optional=True, sampling=sampling, log=log, stream_to=learner)
         self.engine = engine
         self.scorer = scorer
         self.schedule = schedule

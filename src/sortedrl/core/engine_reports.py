@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
 
 from sortedrl.core import events
 from sortedrl.core.checkpoint import fault_of, invalid_part, plain
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Preempted, Started, Tokens
-from sortedrl.core.errors import UserError
+from sortedrl.core.engine import Change, Engine, Finished, Preempted, Started, Tokens
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout, Segment
-from sortedrl.core.wording import counted, kind_of
+from sortedrl.core.wording import counted
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +34,10 @@ class EngineReports:
         self.engine_version = 0  # of the last weight update, which found nothing submitted: every new token has it
 
     def poll(self, until: float | None) -> None:
-        self.apply(checked_changes(self._engine, "poll", self._engine.poll(until)))
+        self.apply(self._engine.poll(until))
 
     def abort(self, ids: Sequence[int]) -> None:
-        self.apply(checked_changes(self._engine, "abort", self._engine.abort(ids)))
+        self.apply(self._engine.abort(ids))
 
     def regenerate_invalid(self) -> None:
         """Drop the tokens of restored rollouts that must not be trained on."""
@@ -66,7 +64,7 @@ class EngineReports:
                     broken[change.id] = fault
         if not broken:
             return
-        later = checked_changes(self._engine, "abort", self._engine.abort(list(broken)))
+        later = self._engine.abort(list(broken))
         self.apply([change for change in later if change.id not in broken])
         for id, fault in broken.items():
             self._ledger.fail(self._running[id], self._clock.now(), f"the engine reported {fault}", keep=False)
@@ -145,34 +143,3 @@ class EngineReports:
         self.ignored += 1
         if self.ignored == 1:  # one line is enough to find a broken engine
             _log.warning("%s of request %s is ignored: %s", type(change).__name__, change.id, reason)
-
-
-KINDS = frozenset(get_args(Change))
-NAMES = "Started, Tokens, Finished, Failed or Preempted"
-
-
-class NoChanges(UserError, TypeError):
-    """A method of an engine returned something other than a list of changes."""
-
-
-def checked_changes(engine: Engine, method: str, returned: Any) -> Sequence[Change]:
-    """What `method` of the engine returned, if it is a list of changes. Raises `NoChanges`."""
-    if not isinstance(returned, list | tuple) or type(returned) in KINDS:  # a change is a tuple
-        raise _error(engine, method, kind_of(returned))
-    if not KINDS.issuperset(map(type, returned)):
-        for change in returned:
-            if not isinstance(change, Change):
-                raise _error(engine, method, f"a list with {kind_of(change)} in it")
-    for change in returned:
-        if isinstance(change, Tokens) and not isinstance(change.segment, Segment):
-            raise _error(engine, method, f"Tokens with {kind_of(change.segment)} in place of a Segment")
-    return returned
-
-
-def _error(engine: Engine, method: str, what: str) -> NoChanges:
-    while isinstance(engine, ForwardingEngine):
-        engine = engine.inner
-    return NoChanges(
-        f"{type(engine).__name__}.{method} returned {what}: it must return a list of changes ({NAMES}), which is empty "
-        "if nothing changed. See docs/engine_authors.md"
-    )

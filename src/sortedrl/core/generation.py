@@ -9,6 +9,7 @@ from __future__ import annotations
 from sortedrl.core import events
 from sortedrl.core.buffer import Group
 from sortedrl.core.engine import Engine, Request, Sampling
+from sortedrl.core.engine_checks import CheckedEngine
 from sortedrl.core.engine_reports import EngineReports
 from sortedrl.core.late_scores import LateScores
 from sortedrl.core.ledger import Ledger
@@ -41,7 +42,7 @@ class Generation:
         self.ledger = ledger
         self.loader = PromptLoader(ledger)
         self.late_scores = LateScores(ledger)
-        self.reports = EngineReports(engine, ledger, ended=self._response_ended)
+        self.reports = EngineReports(CheckedEngine(engine), ledger, ended=self._response_ended)
         self.turns: Turns | None = None
         if environments is not None:
             self.turns = Turns(environments, ledger, engine.now, self._submit_for_scoring)

@@ -16,7 +16,7 @@ _log = logging.getLogger("sortedrl.core.controller")
 
 
 def strategy_of(schedule: Schedule, strategy: Strategy | None) -> Strategy:
-    """The strategy that was passed, or the one that the schedule names. Raises ConfigurationError if they disagree."""
+    """The one that was passed, or that the schedule names. Raises ConfigurationError if it does not fit."""
     strategy = strategy or strategy_named(schedule.mode)
     schedule.check_cohort()
     strategy.check(schedule)
@@ -35,29 +35,22 @@ def default_log(schedule: Schedule) -> EventLog:
     return EventLog(RejectionWatch(schedule.rollouts_needed, log=_log.warning))
 
 
-def check_parts(prompts: object, scorer: object, schedule: object) -> None:
-    """Refuse what was passed in a wrong place, such as a list of prompts. Raises TypeError."""
-    _require("prompts", prompts, "take", "Prompts(dataset), where the dataset is a list of Prompt(id, token_ids)")
-    _require("scorer", scorer, "collect", "ScoreAtOnce(reward), where reward(rollout) returns a number")
-    _require("schedule", schedule, "rollouts_needed", 'Schedule(mode="partial+elevator")')
+_PARTS = {  # a member that each part has, and what to pass
+    "prompts": ("take", "Prompts(dataset), where the dataset is a list of Prompt(id, token_ids)"),
+    "scorer": ("collect", "ScoreAtOnce(reward), where reward(rollout) returns a number"),
+    "schedule": ("rollouts_needed", 'Schedule(mode="partial+elevator")'),
+    "environments": ("cancel", "an object with the methods of sortedrl.core.Environments"),
+    "strategy": ("may_start", 'an instance with its name, such as MyStrategy("mine")'),
+    "expectation": ("estimate", "SensedLengths(), or another object with its methods"),
+    "sampling": ("top_p", "Sampling(temperature=1.0)"),
+    "log": ("append", "EventLog(sink) and Recorder(controller, folder)"),
+    "stream_to": ("takes_part", "a function, such as learner.accumulate"),
+}
 
 
-def check_optional_parts(
-    environments: object, strategy: object, expectation: object, sampling: object, log: object, stream_to: object
-) -> None:
-    for name, part, needed, instead in (
-        ("environments", environments, "cancel", "an object with the methods of sortedrl.core.Environments"),
-        ("strategy", strategy, "may_start", 'an instance with its name, such as MyStrategy("mine")'),
-        ("expectation", expectation, "estimate", "SensedLengths(), or another object with its methods"),
-        ("sampling", sampling, "top_p", "Sampling(temperature=1.0)"),
-        ("log", log, "append", "EventLog(sink) and Recorder(controller, folder)"),
-    ):
-        if part is not None:
-            _require(name, part, needed, instead)
-    if stream_to is not None and not callable(stream_to):
-        _require("stream_to", stream_to, "takes_part", "a function, such as learner.accumulate")
-
-
-def _require(name: str, part: object, needed: str, instead: str) -> None:
-    if isinstance(part, type) or not hasattr(part, needed):
-        raise TypeError(f"{name} is {kind_of(part)}: pass {instead}")
+def check_parts(*, optional: bool = False, **parts: object) -> None:
+    """Refuse what was passed in a wrong place, such as a class, or a list of prompts. Raises TypeError."""
+    for name, part in parts.items():
+        needed, instead = _PARTS[name]
+        if not (optional and part is None) and (isinstance(part, type) or not hasattr(part, needed)):
+            raise TypeError(f"{name} is {kind_of(part)}: pass {instead}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Request
-from sortedrl.core.engine_reports import checked_changes
+from sortedrl.core.engine_checks import checked_changes
 
 
 class ForcedLengths(ForwardingEngine):

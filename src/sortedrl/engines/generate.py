@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sortedrl.core.checkpoint import plain
 from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
-from sortedrl.core.engine_reports import checked_changes
+from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.rollout import Segment
 from sortedrl.core.wording import counted
 

@@ -45,7 +45,7 @@ from sortedrl.core.engine import (
     Tokens,
     with_defaults,
 )
-from sortedrl.core.engine_reports import checked_changes
+from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.user_values import reason_of
 from sortedrl.core.wording import counted
 from sortedrl.engines.pool_members import Call, Entry, Member

@@ -30,7 +30,7 @@ except ImportError:
     raise ConfigurationError("ray", None, "Ray is not installed", f"{install_hint('ray')}.") from None
 
 from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
-from sortedrl.core.engine_reports import checked_changes
+from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 

@@ -32,7 +32,7 @@ from sortedrl.core.engine import (
     Tokens,
     missing_members,
 )
-from sortedrl.core.engine_reports import checked_changes
+from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.models import BUILT_IN_MODEL
 

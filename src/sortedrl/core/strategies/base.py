@@ -169,23 +169,13 @@ class Strategy:
         """Raise a ConfigurationError for settings that this strategy cannot honor."""
         if self.keeps_tokens:
             return
-        if schedule.max_staleness is not None:
-            raise ConfigurationError(
-                "max_staleness",
-                schedule.max_staleness,
-                f"mode {self.name} trains on no stale token, so there is nothing to bound"
-                if self.on_policy
-                else f"mode {self.name} trains on a cohort in several updates, whose number is the staleness",
-                "Leave it out, or use a partial mode.",
-            )
-        if schedule.overlap:
-            raise ConfigurationError(
-                "overlap",
-                schedule.overlap,
-                f"mode {self.name} keeps no tokens of aborted rollouts, so those that the engine generates while the "
-                f"learner steps would be lost",
-                "Leave it out, or use a partial mode.",
-            )
+        stale = "trains on a cohort in several updates, whose number is the staleness"
+        stale = "trains on no stale token, so there is nothing to bound" if self.on_policy else stale
+        lost = "keeps no tokens of aborted rollouts, so those generated while the learner steps would be lost"
+        for key, without, why in (("max_staleness", None, stale), ("overlap", False, lost)):
+            if (value := getattr(schedule, key)) != without:
+                fix = "Leave it out, or use a partial mode."
+                raise ConfigurationError(key, value, f"mode {self.name} {why}", fix)
 
     @property
     def uses_expectation(self) -> bool:
