@@ -168,6 +168,18 @@ def test_an_aborted_response_continues_as_without_drafts(engine: VllmEngine) -> 
     assert [*made, *ledger.tokens(1)] == expected
 
 
+def test_a_drafter_is_silent_while_many_run(engine: VllmEngine) -> None:
+    request = greedy(0, 20, ignore_eos=True)
+    foretell(engine, request)
+    engine.drafter.most_running = 1
+    drafted = engine.drafter.counts.drafted
+    run(engine, greedy(1, 20, ignore_eos=True), greedy(2, 20, ignore_eos=True))
+    assert engine.drafter.counts.drafted <= drafted + 3, "but for the last one, alone for a step at most"
+    run(engine, request)
+    assert engine.drafter.counts.drafted > drafted + 10
+    engine.drafter.most_running = engine.slots
+
+
 @pytest.mark.parametrize("config", [NGRAM, FORETOLD], ids=["ngram", "custom_class"])
 def test_log_probabilities_are_the_policys_own_across_weight_updates(tmp_path: Path, config: dict[str, Any]) -> None:
     model = tiny_model(tmp_path, tied=True)
@@ -215,18 +227,6 @@ def test_reused_kv_belongs_to_accepted_tokens_only(tmp_path: Path, *, reuse_kv_c
     expected = logprobs_of(model)([*PROBES[0], *ledger.tokens(7)], ledger.tokens(8))
     assert ledger.logprobs(8) == pytest.approx(expected, abs=10 * TOLERANCE)
     engine.close()
-
-
-def test_a_drafter_is_silent_while_many_run(engine: VllmEngine) -> None:
-    request = greedy(0, 20, ignore_eos=True)
-    foretell(engine, request)
-    engine.drafter.most_running = 1
-    drafted = engine.drafter.counts.drafted
-    run(engine, greedy(1, 20, ignore_eos=True), greedy(2, 20, ignore_eos=True))
-    assert engine.drafter.counts.drafted <= drafted + 3, "but for the last one, alone for a step at most"
-    run(engine, request)
-    assert engine.drafter.counts.drafted > drafted + 10
-    engine.drafter.most_running = engine.slots
 
 
 @pytest.mark.skipif(ON_GPU, reason="Triton's kernel is right")
