@@ -27,10 +27,10 @@ def logprobs_of(model: Any, temperature: float = 1.0) -> Any:
     return scored
 
 
-def tiny_model(folder: Path, *, tied: bool, seed: int = 0) -> Any:
+def tiny_model(folder: Path, *, tied: bool, seed: int = 0, vocab_size: int = 64) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,

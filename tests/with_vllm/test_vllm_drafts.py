@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from test_vllm_engine import TOLERANCE, Numbers, engine_of
@@ -27,6 +28,11 @@ from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 from tiny_llama import ON_GPU, PROBES, logprobs_of, parted_after_a_load, shake, tiny_model
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+SUFFIX = {
+    "method": "custom_class",
+    "model": "sortedrl.engines.suffix_drafter.SuffixDrafter",
+    "num_speculative_tokens": 3,
+}
 FORETOLD = {"method": "custom_class", "model": f"{__name__}.Foretold", "num_speculative_tokens": 3}
 BROKEN = rejection_sampler.expand_batch_to_tokens
 GREEDY = Sampling(temperature=0.0)
@@ -35,8 +41,10 @@ GREEDY = Sampling(temperature=0.0)
 class Foretold(Drafter):
     told: ClassVar[list[list[int]]] = []  # prompts with their responses
 
-    def draft(self, tokens: Any) -> list[int]:
-        known = tokens.tolist()
+    def drafts(self, sampled: Any, contexts: Any) -> list[list[int]]:
+        return [self._draft(context.tolist()) if made else [] for made, context in zip(sampled, contexts, strict=True)]
+
+    def _draft(self, known: list[int]) -> list[int]:
         follows = (told[len(known) : len(known) + self.tokens] for told in self.told if told[: len(known)] == known)
         return next(follows, [known[-1]] * self.tokens)
 
@@ -245,3 +253,57 @@ def test_synthetic_acceptance_measures_a_random_model(tmp_path: Path) -> None:
     counts = engine.drafter.counts
     assert counts.tokens[1] / counts.steps[1] == pytest.approx(2.0, abs=0.4)
     engine.close()
+
+
+WORDS, POSITIONS, RESPONSES = 12, 8, 2500
+
+
+class TestDistribution:
+    """Of 20,000 tokens on a small vocabulary, with drafts from responses to the same prompt."""
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: Any) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("small")
+        return folder, tiny_model(folder, tied=False, seed=3, vocab_size=WORDS)
+
+    def sampled(self, engine: VllmEngine, temperature: float = 1.0) -> tuple[np.ndarray, Ledger]:
+        sampling = Sampling(temperature=temperature, ignore_eos=True)
+        ledger = Ledger(engine)
+        ledger.submit([Request(i, Prompt("p", [3, 4, 5, 6]), (), POSITIONS, i, sampling) for i in range(RESPONSES)])
+        ledger.run()
+        return np.array([ledger.tokens(i) for i in range(RESPONSES)]), ledger
+
+    def test_drafts_change_no_position_and_no_log_probability(self, model: tuple[Path, Any]) -> None:
+        folder, learner = model
+        plain = engine_of(folder, 50)
+        expected, _ = self.sampled(plain)
+        colder, _ = self.sampled(plain, temperature=0.5)
+        plain.close()
+        engine = engine_of(folder, 50, speculative_config=SUFFIX)
+        found, ledger = self.sampled(engine)
+        counts, by_source = engine.drafter.counts, engine.drafter.by_source
+        engine.close()
+        print(f"{counts.drafted} drafted, {counts.accepted} accepted: {dict(by_source)}")
+        assert counts.accepted > 2000
+        assert least_p_value(found, expected) > 0.001
+        assert least_p_value(found, colder) < 1e-6, "the test would notice a temperature of 0.5"
+        some = range(0, RESPONSES, 100)
+        for id in some:
+            assert ledger.logprobs(id) == pytest.approx(
+                logprobs_of(learner)([3, 4, 5, 6], ledger.tokens(id)), abs=TOLERANCE
+            )
+
+
+def least_p_value(one: np.ndarray, other: np.ndarray) -> float:
+    """Of a chi-square test per position, times their number. Tokens that are rare in both are one cell."""
+    found = []
+    for position in range(POSITIONS):
+        counts = np.stack([np.bincount(some[:, position], minlength=WORDS) for some in (one, other)])
+        common = counts.sum(axis=0) >= 20
+        table = np.concatenate([counts[:, common], counts[:, ~common].sum(axis=1, keepdims=True)], axis=1)
+        table = table[:, table.sum(axis=0) > 0]
+        even = table.sum(axis=0) / 2
+        statistic = ((table - even) ** 2 / even).sum()
+        freedom = torch.tensor((table.shape[1] - 1) / 2)
+        found.append(float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2))))
+    return POSITIONS * min(found)

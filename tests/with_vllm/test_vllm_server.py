@@ -19,10 +19,11 @@ from server_process import ServerProcess, serving
 from sortedrl.cli import main
 from sortedrl.core import Request
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import EngineDied, Preempted
+from sortedrl.core.engine import EngineDied, Preempted, Sampling
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers import base as server_base
+from sortedrl.engines.servers import vllm as vllm_server
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL
 from sortedrl.settings.api_key import VARIABLE
@@ -78,6 +79,34 @@ def prefix_cache_hits(server: ServerProcess) -> float:
     with urllib.request.urlopen(server.url + "/metrics") as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total{"))
+
+
+def test_a_server_with_drafts(model: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is refused, because sampled responses would be wrong. Greedy ones are right, and tell the rest."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with serve(model[0], tmp_path / "server.log", "--speculative-config", json.dumps(ngram)) as server:
+        with pytest.raises(ConfigurationError, match="does not decide its tokens"):
+            VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2], seeded=True)
+        if not ON_GPU:
+            with pytest.raises(ConfigurationError, match="does not apply the temperature to drafts"):
+                VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2])
+            monkeypatch.setattr(vllm_server, "refused_drafts_of_server", lambda *_, **__: None)
+        engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2])
+        ledger = Ledger(engine)
+        greedy = Sampling(temperature=0.0, ignore_eos=True)
+        prompts = [[5, 6, 7], [9] * 20, [11, 12] * 8]
+        ledger.submit([Request(i, Prompt(str(i), prompt), (), 61 + i, i, greedy) for i, prompt in enumerate(prompts)])
+        ledger.run()
+        for i, prompt in enumerate(prompts):
+            assert len(ledger.tokens(i)) == 61 + i and ledger.finished[i]
+            expected = logprobs_of(model[1])(prompt, ledger.tokens(i))
+            assert ledger.logprobs(i) == pytest.approx(expected, abs=10 * TOLERANCE)
+        with urllib.request.urlopen(server.url + "/metrics") as answer:
+            counts = [
+                line for line in answer.read().decode().splitlines() if "spec_decode_num_accepted_tokens_total" in line
+            ]
+        assert float(counts[-1].split()[-1]) > 10, "several tokens per step"
+        engine.close()
 
 
 class TestContract(ServerContract):

@@ -35,6 +35,15 @@ def inexact_drafts(config: Mapping[str, Any] | None, *, seeded: bool) -> tuple[s
     return None
 
 
+def refused_drafts_of_server(vllm_config: Mapping[str, Any], *, seeded: bool) -> str | None:
+    """Why a server with this configuration is refused because of its drafts; None if it is not."""
+    config = vllm_config.get("speculative_config")
+    found = inexact_drafts(config, seeded=seeded)
+    if found is None and config and str((vllm_config.get("device_config") or {}).get("device")).startswith("cpu"):
+        return "vLLM's CPU build does not apply the temperature to drafts"
+    return found and found[0]
+
+
 def check_speculative_config(options: Mapping[str, Any], *, seeded: bool, enable_sleep_mode: bool) -> None:
     """Of vLLM in this process."""
     config = options.get("speculative_config")
@@ -112,20 +121,36 @@ class Drafter:
         self.counts.add(sampled_token_ids)
         if len(sampled_token_ids) > self.most_running:
             return [[] for _ in sampled_token_ids]
-        drafts = [
-            self.draft(token_ids_cpu[row, : num_tokens_no_spec[row]]) if sampled else []
-            for row, sampled in enumerate(sampled_token_ids)
-        ]
+        contexts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in range(len(sampled_token_ids))]
+        drafts = self.drafts(sampled_token_ids, contexts)
         self.counts.drafted += sum(map(len, drafts))
         return drafts
 
-    def draft(self, tokens: np.ndarray) -> list[int]:
-        """What may follow these tokens, prompt included: at most `self.tokens` tokens."""
+    def drafts(self, sampled: Sequence[Sequence[int]], contexts: Sequence[np.ndarray]) -> list[list[int]]:
+        """What may follow each of the contexts, prompts included: at most `self.tokens` tokens."""
         raise NotImplementedError
+
+    def expect(self, prompt: Sequence[int]) -> None:
+        """The engine got a request with this prompt."""
+
+    def learn(self, prompt: Sequence[int], response: Sequence[int], source: str) -> None:
+        """The engine delivered this response, or a part of it."""
+
+
+def own_drafter(drafter: Any, draft_up_to: int | None) -> Drafter | None:
+    """The drafter of an engine, if it is one of ours; then it follows `draft_up_to`."""
+    own = drafter if isinstance(drafter, Drafter) else None
+    if draft_up_to is not None:
+        if own is None:
+            why = "only a drafter that is a subclass of sortedrl.engines.speculative.Drafter can be switched"
+            fix = 'Leave it out, or set speculative_config with "method": "custom_class" (docs/drafts.md).'
+            raise ConfigurationError("engine_options", f"draft_up_to {draft_up_to}", why, fix)
+        own.most_running = draft_up_to
+    return own
 
 
 class RepeatLast(Drafter):
     """Drafts the last token again: for measurements of what drafts cost, whatever becomes of them."""
 
-    def draft(self, tokens: np.ndarray) -> list[int]:
-        return [int(tokens[-1])] * self.tokens
+    def drafts(self, sampled: Sequence[Sequence[int]], contexts: Sequence[np.ndarray]) -> list[list[int]]:
+        return [self.tokens * [made[-1]] if made else [] for made in sampled]

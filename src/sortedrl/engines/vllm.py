@@ -44,7 +44,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal, require_empty, require_empty_for_sleep, require_new
-from sortedrl.engines.speculative import check_speculative_config, require_exact_checks
+from sortedrl.engines.speculative import check_speculative_config, own_drafter, require_exact_checks
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 from sortedrl.settings.install_hint import install_hint
 
@@ -91,7 +91,7 @@ class VllmEngine(EngineBase):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `options` are passed to vLLM's EngineArgs: gpu_memory_utilization, dtype, load_format, enforce_eager ...
-    `tokenizer` is only needed for stop strings.
+    `tokenizer` is only needed for stop strings. `draft_up_to`: draft only while at most so many requests run.
     """
 
     copies_weights = True
@@ -107,6 +107,7 @@ class VllmEngine(EngineBase):
         seeded: bool = False,
         enable_sleep_mode: bool = False,
         reuse_kv_cache: bool = False,
+        draft_up_to: int | None = None,
         **options: Any,
     ) -> None:
         if enable_sleep_mode and reuse_kv_cache:
@@ -151,6 +152,7 @@ class VllmEngine(EngineBase):
         self.drafter, device = self._core.collective_rpc(_drafter_and_device)[0]  # without drafts None
         if self.drafter is not None and options.get("load_format") != "dummy":
             require_exact_checks(device)
+        self._own_drafter = own_drafter(self.drafter, draft_up_to)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -182,6 +184,7 @@ class VllmEngine(EngineBase):
         leaving = [self._inside[self._name_of[id]] for id in ids if id in self._name_of]
         for inside in leaving:
             self._deliver(inside)
+            self._tell_drafter(inside, "aborted")
         self._remove(leaving)
         return self._report()
 
@@ -247,6 +250,8 @@ class VllmEngine(EngineBase):
             self._core.add_request(core_request)
         self._inside[inside.name] = inside
         self._name_of[request.id] = inside.name
+        if self._own_drafter is not None:
+            self._own_drafter.expect(request.prompt.tokens)
         return None
 
     def _parameters(self, request: Request, context: int) -> Any:
@@ -319,6 +324,7 @@ class VllmEngine(EngineBase):
         has_stopped = inside.stop_strings is not None and inside.ends_with_stop_string()  # maybe at its limit
         reason = "stop" if has_stopped else str(output.finish_reason)
         self._deliver(inside)
+        self._tell_drafter(inside, "finished")
         self._remove([inside], abort=output.finish_reason is None)
         if reason in ("stop", "length"):
             self._unreported.append(Finished(inside.request.id, self.now(), truncated=reason == "length"))
@@ -329,6 +335,10 @@ class VllmEngine(EngineBase):
         if inside.tokens:
             segment = Segment(tokens=inside.tokens, logprobs=inside.logprobs, version=self.version)
             self._unreported.append(Tokens(inside.request.id, self.now(), segment))
+
+    def _tell_drafter(self, inside: _Inside, source: str) -> None:
+        if self._own_drafter is not None:
+            self._own_drafter.learn(inside.request.prompt.tokens, [*inside.prefix, *inside.tokens], source)
 
     def _remove(self, leaving: Sequence[_Inside], *, abort: bool = True) -> None:
         if abort and self._died is None:

@@ -35,6 +35,7 @@ from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refuse
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
+from sortedrl.engines.speculative import refused_drafts_of_server
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs "
@@ -76,6 +77,8 @@ class VllmServerEngine(HttpEngine):
             raise self.misconfigured(
                 f"the server runs with --max-num-seqs {room}, but this engine has {counted(self.slots, 'slot')}"
             )
+        if (why := refused_drafts_of_server(info["vllm_config"], seeded=self._seeded)) is not None:
+            raise self.misconfigured(f"the server runs with a --speculative-config, but {why}")
         transfer = info["vllm_config"].get("weight_transfer_config") or {}
         unpickles = bool((info.get("vllm_env") or {}).get(_UNPICKLES))
         self.takes_handles = transfer.get("backend") == "ipc" and unpickles

@@ -1,0 +1,123 @@
+"""The drafter that knows other responses to the same prompt, without vLLM: what it drafts, and from where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.engines import suffix_drafter
+from sortedrl.engines.speculative import own_drafter
+from sortedrl.engines.suffix_drafter import SuffixDrafter, longest_match
+
+PROMPT = [1, 2, 3, 4]
+OTHER = [9, 8, 7]
+
+
+def drafter_of(tokens: int = 3, slots: int = 8) -> SuffixDrafter:
+    return SuffixDrafter(
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
+            scheduler_config=SimpleNamespace(max_num_seqs=slots),
+        )
+    )
+
+
+def drafts(drafter: SuffixDrafter, *contexts: list[int], sampled: int = 1) -> list[list[int]]:
+    """After a step that sampled the last tokens of each context."""
+    rows = np.zeros((len(contexts), 64), np.int32)
+    for row, context in zip(rows, contexts, strict=True):
+        row[: len(context)] = context
+    made = [context[len(context) - sampled :] for context in contexts]
+    return drafter.propose(made, np.array([len(context) for context in contexts]), rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "expected"),
+    [
+        ([5, 6, 7, 8, 6, 7, 9], [1, 6, 7], (2, 6)),  # the last of two
+        ([5, 6, 7, 8, 6, 7, 9], [5, 6, 7], (3, 3)),  # the longest
+        ([5, 6, 7], [6, 7], (0, 0)),  # nothing follows
+        ([5], [5], (0, 0)),
+        ([6, 7, 8], [4, 6, 7], (2, 2)),  # the text starts there
+    ],
+)
+def test_the_longest_end_that_occurs_is_found(text: list[int], end: list[int], expected: tuple[int, int]) -> None:
+    assert longest_match(np.array(text, np.int32), np.array(end, np.int32)) == expected
+
+
+def test_what_followed_in_another_response_is_drafted_and_counted_by_source() -> None:
+    drafter = drafter_of()
+    drafter.expect(PROMPT)
+    assert drafts(drafter, [*PROMPT, 20]) == [[]], "nothing is known yet"
+    drafter.learn(PROMPT, [20, 21, 22, 23, 24], "finished")
+    assert drafts(drafter, [*PROMPT, 20]) == [[21, 22, 23]]
+    assert drafts(drafter, [*PROMPT, 20, 21, 22, 30], sampled=3) == [[]]
+    assert drafter.by_source == {"finished drafted": 3, "finished accepted": 2}
+    assert drafter.counts.drafted == 3 and drafter.counts.accepted == 2
+
+
+def test_a_draft_ends_with_the_response_that_it_comes_from() -> None:
+    drafter = drafter_of()
+    drafter.expect(PROMPT)
+    drafter.learn(PROMPT, [20, 21, 22], "aborted")
+    drafter.learn(PROMPT, [30, 31, 32], "aborted")
+    assert drafts(drafter, [*PROMPT, 20, 21]) == [[22]]
+
+
+def test_responses_to_other_prompts_are_not_used() -> None:
+    drafter = drafter_of()
+    for prompt in (PROMPT, OTHER):
+        drafter.expect(prompt)
+    drafter.learn(OTHER, [3, 4, 20, 21, 22], "finished")
+    assert drafts(drafter, [*PROMPT, 20]) == [[]]
+
+
+def test_running_responses_to_the_same_prompt_and_the_response_itself_are_used() -> None:
+    drafter = drafter_of()
+    drafter.expect(PROMPT)
+    ahead, behind = [*PROMPT, 20, 21, 22, 23], [*PROMPT, 20, 21]
+    assert drafts(drafter, ahead, behind) == [[], [22, 23]]
+    assert drafts(drafter, [50, 51, 52, 53, 50, 51, 52]) == [[53, 50, 51]], "of an unknown prompt, too"
+
+
+def test_rows_may_change_places() -> None:
+    drafter = drafter_of()
+    for prompt, response in ((PROMPT, [20, 21, 22]), (OTHER, [40, 41, 42])):
+        drafter.expect(prompt)
+        drafter.learn(prompt, response, "finished")
+    assert drafts(drafter, [*PROMPT, 20], [*OTHER, 40]) == [[21, 22], [41, 42]]
+    assert drafts(drafter, [*OTHER, 40, 41]) == [[42]], "the first one ended, and the second took its row"
+
+
+def test_nothing_is_drafted_during_a_prefill_or_while_many_run() -> None:
+    drafter = drafter_of()
+    drafter.expect(PROMPT)
+    drafter.learn(PROMPT, [20, 21, 22], "finished")
+    rows = np.zeros((1, 64), np.int32)
+    rows[0, :5] = [*PROMPT, 20]
+    assert drafter.propose([[]], np.array([5]), rows) == [[]]
+    own_drafter(drafter, 1)
+    context = [*PROMPT, 20]
+    assert drafts(drafter, context, context) == [[], []] and drafts(drafter, context) == [[21, 22]]
+
+
+def test_the_oldest_prompts_are_forgotten_when_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_drafter, "MOST_TOKENS", 20)
+    drafter = drafter_of()
+    for prompt in (PROMPT, OTHER):
+        drafter.expect(prompt)
+        drafter.learn(prompt, [20, 21, 22, 23, 24, 25, 26], "finished")
+    assert drafts(drafter, [*PROMPT, 20]) == [[]] and drafts(drafter, [*OTHER, 20]) == [[21, 22, 23]]
+    drafter.learn(PROMPT, [20, 21], "finished")  # of a request that was running meanwhile
+    assert drafts(drafter, [*PROMPT, 20]) == [[]]
+
+
+def test_only_a_drafter_of_ours_can_be_switched() -> None:
+    other: Any = object()
+    assert own_drafter(other, None) is None
+    with pytest.raises(ConfigurationError, match="draft_up_to 8"):
+        own_drafter(other, 8)
