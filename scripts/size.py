@@ -18,7 +18,7 @@ BOUNDS = {
     "lines of src": 40_550,
     "lines of core": 5_140,
     "lines of the reading path": 3_280,
-    "lines of tests": 39_000,
+    "lines of tests": 39_600,
     "lines of the longest file in src": 450,
     "words of docs": 29_600,
     "lines of README": 90,
