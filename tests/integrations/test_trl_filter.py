@@ -174,6 +174,8 @@ def test_conversations_columns_weights_missing_and_async_rewards_work_as_in_trl(
 
     async def later(completion_ids: Any, number: list[int], log_extra: Any, **columns: Any) -> list[float]:
         log_extra("first", [torch.tensor(ids[0]) for ids in completion_ids])
+        if number[0] % 2:
+            log_extra("odd", number)
         return [float(sum(ids) % 4) if n % 2 else 0.0 for n, ids in zip(number, completion_ids, strict=True)]
 
     chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "number": row["number"]} for row in questions()]
@@ -193,6 +195,8 @@ def test_conversations_columns_weights_missing_and_async_rewards_work_as_in_trl(
         assert rollout.reward == (length or 0.0) + 1000.0 * parity
     last = rows[-len(trainer._logs["prompt"]) :]
     assert [int(first) for first in trainer._logs["extra"]["first"]] == [rollout.tokens[0] for rollout in last]
+    odd = [number if number % 2 else None for number in (rollout.prompt.payload for rollout in last)]
+    assert list(trainer._logs["extra"]["odd"]) == odd
     assert list(trainer._logs["rewards"]["later"]) == [rollout.detail["rewards"][1] for rollout in last]
 
 

@@ -513,7 +513,8 @@ def test_an_infinite_reward_leaves_a_log_that_can_be_read(tokenizer: Any, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_reward_model_may_be_named_by_its_folder(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("filter_groups", [None, "equal_rewards"])
+def test_a_reward_model_may_be_named_by_its_folder(filter_groups: str | None, tokenizer: Any, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     shape = LlamaConfig(
@@ -523,7 +524,8 @@ def test_a_reward_model_may_be_named_by_its_folder(tokenizer: Any, tmp_path: Pat
     LlamaForSequenceClassification(shape).save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
     run = tmp_path / "run"
-    trainer_for(run, tokenizer, reward_funcs=str(tmp_path / "judge")).train()
+    schedule = Schedule(filter_groups=filter_groups)
+    trainer_for(run, tokenizer, reward_funcs=str(tmp_path / "judge"), schedule=schedule).train()
     assert len({reward for event in updates_in(run) for reward in event.rewards}) > 3
 
 

@@ -89,7 +89,7 @@ def rewards_of_update(trainer: Any, rows: Sequence[Row]) -> Tensor:
     """What TRL's `_calculate_rewards` returns: one line per row of all ranks. The trainer gets what the reward
     functions logged about the rows, in their order."""
     details = [row.rollout.detail for row in rows]
-    for column in {column for detail in details for column in detail["extra"]}:
+    for column in {*trainer._logs["extra"], *(column for detail in details for column in detail["extra"])}:
         trainer._pending_extra_logs[column] = [detail["extra"].get(column) for detail in details]
     values = [[math.nan if value is None else value for value in detail["rewards"]] for detail in details]
     gathered: Tensor = gather(torch.tensor(values, device=trainer.accelerator.device))
