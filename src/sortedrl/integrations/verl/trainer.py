@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,13 +39,13 @@ from sortedrl.core.engine import Request
 from sortedrl.core.events import Event, EventLog, Filtered
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.group_metric import keeps_unequal
+from sortedrl.integrations.verl.prompts import DatasetPrompts
 from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.integrations.verl.weight_check import Fresh, check_weights, fresh_responses
@@ -61,41 +61,6 @@ SHOWN = (
 )
 _logger = logging.getLogger(__name__)
 _MANAGER = "sortedrl.integrations.verl.agent.SortedAgentLoopManager"
-
-
-class PromptTokens(Sequence[int]):
-    """A prompt's tokens as the scheduler needs them: their number. Counted when first asked for."""
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = cache(count)
-
-    def __len__(self) -> int:
-        return self._count()
-
-    def __getitem__(self, place: Any) -> Any:
-        return range(len(self))[place]
-
-
-class DatasetPrompts(Sequence[Prompt]):
-    """verl's dataset, read as prompts; a prompt's id is its row."""
-
-    def __init__(self, dataset: Any, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
-        self._dataset, self._tokenizer, self._template_arguments = dataset, tokenizer, template_arguments
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return Prompt(str(index), PromptTokens(partial(self._tokens_in, index)))
-
-    def _tokens_in(self, index: int) -> int:
-        messages = list(self._dataset[index]["raw_prompt"])
-        text = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self._template_arguments
-        )
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 class SchedulerBatches(ReplayBufferAsync):  # type: ignore[misc]
