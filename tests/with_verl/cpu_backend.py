@@ -30,7 +30,9 @@ from sortedrl.integrations.verl.plugin import after_import
 
 ROLLOUT = "embedded"
 LOSES_WEIGHTS = "CPU_BACKEND_LOSES_WEIGHTS"  # if set, the server gets only the version of new weights
+DIES_AFTER = "CPU_BACKEND_DIES_AFTER"  # so many requests; only the server of replica 1
 SERVER_NAME = "embedded_server_{}"
+CONTROL_CALLS = 16  # that Ray lets into a server beside its requests; verl's own margin is larger
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -148,7 +150,9 @@ _use_gloo_alone()
 class EmbeddedServer:
     """A rollout server: verl's interface in front, our embedded engine behind."""
 
-    def __init__(self, model_path: str, slots: int, prompt_length: int, response_length: int) -> None:
+    def __init__(
+        self, model_path: str, slots: int, prompt_length: int, response_length: int, dies_after: int = 0
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from sortedrl.engines.embedded.engine import EmbeddedEngine
@@ -162,6 +166,7 @@ class EmbeddedServer:
             model, slots=slots, eos_token_ids={tokenizer.eos_token_id}, max_length=max_length, tokenizer=tokenizer
         )
         self.response_length = response_length
+        self.dies_after = dies_after
         self.global_steps = 0
         self.served = 0
         self.most_at_once = 0
@@ -199,6 +204,8 @@ class EmbeddedServer:
         self._answers[id] = asyncio.get_running_loop().create_future()
         self._made[id] = ([], [])
         self.served += 1
+        if self.served == self.dies_after:
+            os._exit(1)
         self.most_at_once = max(self.most_at_once, len(self._answers))
         self.engine.submit(
             [Request(id, Prompt(str(id), list(prompt_ids)), (), self._budget(sampling_params), seed, sampling)]
@@ -263,6 +270,11 @@ class EmbeddedServer:
             logits = self.model(torch.tensor([tokens])).logits[0, :-1].double()
         return torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
+    async def release_kv_cache(self) -> None:
+        assert not self._answers, "the KV cache is released with requests inside"
+
+    async def resume_kv_cache(self) -> None: ...
+
     async def wake_up(self, *args: Any) -> None: ...
 
     async def sleep(self) -> None:
@@ -281,10 +293,13 @@ def _replica_class() -> Any:
         async def launch_servers(self) -> None:
             path = self.model_config.path
             name = SERVER_NAME.format(self.replica_rank)
+            dies_after = int(os.environ.get(DIES_AFTER, "0")) if self.replica_rank == 1 else 0
             self._server_handle = (
                 ray.remote(EmbeddedServer)
-                .options(name=name, num_cpus=0, max_concurrency=1000)
-                .remote(path, self.config.max_num_seqs, self.config.prompt_length, self.config.response_length)
+                .options(name=name, num_cpus=0, max_concurrency=self.config.max_num_seqs + CONTROL_CALLS)
+                .remote(
+                    path, self.config.max_num_seqs, self.config.prompt_length, self.config.response_length, dies_after
+                )
             )
             self.servers = [self._server_handle]
             self._server_address = name
@@ -296,19 +311,26 @@ def _replica_class() -> Any:
 def _adapter_class() -> Any:
     import ray
     from verl.workers.rollout.base import BaseRollout
+    from verl.workers.rollout.utils import ensure_async_iterator
 
     class EmbeddedAdapter(BaseRollout):
-        """The training worker's side: hands the weights to the server of its rank."""
+        """Hands the weights to a server: that of the training worker's rank, or of its replica if it has GPUs of its
+        own."""
+
+        def __init__(self, *args: Any, replica_rank: int | None = None, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.replica_rank = int(os.environ.get("RANK", "0")) if replica_rank is None else replica_rank
+            self.is_leader_rank = True
 
         async def resume(self, tags: list[str]) -> None: ...
 
         async def release(self) -> None: ...
 
         async def update_weights(self, weights: Any, global_steps: int = 0, **unused: Any) -> None:
-            arrays = {name: _full(tensor).numpy() for name, tensor in weights}
+            arrays = {name: _full(tensor).numpy() async for name, tensor in ensure_async_iterator(weights)}
             if os.environ.get(LOSES_WEIGHTS):
                 arrays.clear()
-            server = ray.get_actor(SERVER_NAME.format(int(os.environ.get("RANK", "0"))))
+            server = ray.get_actor(SERVER_NAME.format(self.replica_rank))
             await server.update_weights.remote(arrays, global_steps)
 
     return EmbeddedAdapter

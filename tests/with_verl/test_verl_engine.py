@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import ray
 import transfer_queue
+from cpu_backend import CONTROL_CALLS, EmbeddedServer
 from verl.checkpoint_engine import CheckpointEngineManager
+from verl_config import MODEL
 from verl_stack import Row, Stack
 
 from sortedrl.core.engine import EngineDied, Failed, Finished, Request, Tokens
@@ -121,6 +123,41 @@ def test_an_agent_loop_that_fails_is_a_failed_rollout(stack: Stack) -> None:
     (failed,) = engine.poll()
     assert isinstance(failed, Failed) and "no_such_agent" in failed.reason
     assert engine.poll() == []
+
+
+def test_many_waiting_rollouts_do_not_block_a_weight_sync(stack: Stack) -> None:
+    """verl sends all requests to the servers at once. If these are more than the calls that Ray lets into a server's
+    actor, its control calls wait behind them, and a weight sync never ends (verl #7990). The gate keeps them out."""
+    many = 10 * (stack.config.actor_rollout_ref.rollout.max_num_seqs + CONTROL_CALLS)
+    engine = stack.engine(SLOTS)
+    engine.submit(requests([100] * many))
+    engine.poll()
+    engine.abort(list(range(many)))
+    control = stack.control
+
+    def sync(version: int) -> None:  # the steps of CheckpointEngineManager.update_weights
+        control.abort_replicas()
+        control.release_kv_cache_replicas()
+        ray.get(stack.server.update_weights.remote({}, version), timeout=20)
+        control.resume_kv_cache_replicas()
+        control.resume_generation_replicas()
+
+    engine.update_weights(sync, 1)
+    ledger = Ledger(engine)
+    ledger.submit(requests([5] * 2 * SLOTS))
+    ledger.run()
+    assert {segment.version for segments in ledger.segments.values() for segment in segments} == {1}
+
+
+def test_a_server_with_all_requests_inside_cannot_be_resumed() -> None:
+    """That the test above tests something."""
+    server = ray.remote(EmbeddedServer).options(num_cpus=0, max_concurrency=CONTROL_CALLS).remote(MODEL, 4, 64, 128)
+    ray.get(server.abort_all_requests.remote())
+    parked = [server.generate.remote([1, 2], {"max_tokens": 4}, str(i)) for i in range(CONTROL_CALLS)]
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        ray.get(server.resume_generation.remote(), timeout=5)
+    assert not ray.wait(parked, timeout=0)[0]
+    ray.kill(server)
 
 
 def test_an_abort_that_is_not_ours_loses_nothing(stack: Stack) -> None:

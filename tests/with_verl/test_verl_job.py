@@ -52,14 +52,18 @@ def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job(
+def command_of(
     setting: str, data: Path, out: Path, *more: str, steps: int = 4, model: Path = MODEL, prompts: int = PROMPTS
-) -> subprocess.CompletedProcess[str]:
-    command = [
+) -> list[str]:
+    return [
         sys.executable, str(JOB / "job.py"), setting, "--cpu", "--model", str(model), "--data", str(data),
         "--out", str(out), "--steps", str(steps), "--prompts", str(prompts), "--siblings", str(SIBLINGS),
         "--slots", str(SLOTS), "--prompt-tokens", "96", "--response-tokens", "160", "--workers", "1", *more,
     ]  # fmt: skip
+
+
+def job(setting: str, data: Path, out: Path, *more: str, **sizes: Any) -> subprocess.CompletedProcess[str]:
+    command = command_of(setting, data, out, *more, **sizes)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from verl_config import compose
+from omegaconf import OmegaConf
+from verl_config import ROLLOUT, SEPARATE, compose
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.strategies.registry import STRATEGIES
-from sortedrl.integrations.verl.settings import settings_of, slots_of
+from sortedrl.integrations.verl.settings import has_own_gpus, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.trainer import dealt_out
 
 FILTER = ["algorithm.filter_groups.enable=True"]
@@ -91,6 +92,15 @@ def test_filter_groups_by_another_metric() -> None:
         ("partial", [*FILTER, "algorithm.filter_groups.max_inflight_gen_batches=2"], "max_inflight_gen_batches"),
         ("partial", ["+trainer.v1.sortedrl.max_filtered_fraction=2"], "trainer.v1.sortedrl.max_filtered_fraction"),
         ("on-policy", [*FILTER, "trainer.v1.sortedrl.mode=tail-batching"], "filter_groups"),
+        ("partial", ["+trainer.v1.sortedrl.overlap=True"], "actor_rollout_ref.hybrid_engine=False"),
+        ("on-policy", [*SEPARATE, "+trainer.v1.sortedrl.overlap=True"], "overlap = True: mode on-policy"),
+        ("partial", [*SEPARATE, "trainer.v1.sortedrl.max_staleness=null"], "trainer.v1.sortedrl.max_staleness"),
+        ("partial", [*SEPARATE, "+trainer.v1.sortedrl.stream=True"], "trainer.v1.sortedrl.stream = True: no such key"),
+        ("partial", [*SEPARATE, f"{ROLLOUT}.nnodes=0"], f"{ROLLOUT}.nnodes"),
+        ("partial", [*SEPARATE, f"{ROLLOUT}.n_gpus_per_node=0"], f"{ROLLOUT}.n_gpus_per_node"),
+        ("partial", [*SEPARATE, f"{ROLLOUT}.checkpoint_engine.backend=naive"], "Set it to nccl"),
+        ("partial", [*SEPARATE, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora.merge"),
+        ("partial", [*SEPARATE, "actor_rollout_ref.model.lora.rank=8"], "actor_rollout_ref.model.lora.merge"),
         ("partial", ["algorithm.adv_estimator=remax"], "algorithm.adv_estimator"),
         ("partial", ["reward.reward_model.enable=True"], "reward.reward_model.enable_resource_pool"),
         ("partial", ["trainer.v1.sampler.custom_sampler.path=x.py"], "trainer.v1.sampler.custom_sampler.path"),
@@ -146,6 +156,45 @@ def test_every_mini_batch_of_a_rank_has_the_same_mix_of_lengths(ranks: int, mini
         size = per_rank // minibatches
         means = [sum(lengths[row] for row in rows[i : i + size]) / size for i in range(0, per_rank, size)]
         assert max(means) - min(means) <= 10 * (minibatches - 1)
+
+
+def test_servers_with_gpus_of_their_own_generate_during_steps_in_partial_modes() -> None:
+    partial = settings_of(compose("partial", *SEPARATE)).schedule
+    assert (partial.overlap, partial.max_staleness, partial.oversubscribe) == (True, 4, 5.0)
+    in_turn = ["+trainer.v1.sortedrl.overlap=False", "trainer.v1.sortedrl.max_staleness=null"]
+    assert not settings_of(compose("partial", *SEPARATE, *in_turn)).schedule.overlap
+    assert not settings_of(compose("on-policy", *SEPARATE)).schedule.overlap
+    assert not settings_of(compose("partial")).schedule.overlap
+    of_user = settings_of(compose("partial", *SEPARATE, "+trainer.v1.sortedrl.oversubscribe=2")).schedule
+    assert of_user.oversubscribe == 2
+
+
+ENGINES = {
+    "fsdp": [],
+    "megatron": ["model_engine=megatron"],
+    "lora": ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"],
+    "several nodes": ["trainer.nnodes=4", "trainer.n_gpus_per_node=8"],
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("layout", [[], [*SEPARATE, f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=8"]])
+def test_the_mode_composes_with_verls_training_engines(engine: str, layout: list[str]) -> None:
+    """Only composed, not run: the keys that the mode adds to a job of verl are ours, whatever trains."""
+    more = [*ENGINES[engine], *layout, "trainer.experiment_name=same"]
+    left_out = ["actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config"]
+    plain, ours = (compose(setting, *more, leave_out=left_out) for setting in ("colocate_async", "partial"))
+    settings = settings_of(ours)
+    assert has_own_gpus(ours) == settings.schedule.overlap == bool(layout)
+    before, after = plain_settings(plain), plain_settings(ours)
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    assert changed == {
+        "trainer.v1.trainer_mode",
+        "trainer.v1.sortedrl.mode",
+        "trainer.v1.sortedrl.max_staleness",
+    }
+    if engine == "megatron":
+        assert OmegaConf.select(ours, "actor_rollout_ref.actor.strategy") == "megatron"
 
 
 @pytest.mark.parametrize("setting", ["on-policy", "partial"])

@@ -11,6 +11,7 @@ import asyncio
 from array import array
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -61,7 +62,8 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
                 )
                 made = _taken(visit, output, whole)
             except Exception as error:
-                await visit.report(ServerFailed(visit.ticket.dispatch, reason_for_report(error)))
+                is_gone = isinstance(error, RayActorError)
+                await visit.report(ServerFailed(visit.ticket.dispatch, reason_for_report(error), is_gone))
                 allowed = await visit.enter()
                 continue
             if visit.is_over:  # a second task of the loop called, and the loop did not wait for it

@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -30,6 +31,7 @@ from sortedrl.integrations.verl.visit import Ticket
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
 _STOP_LIMIT_SECONDS = 300.0
 _LONGEST_WAIT_SECONDS = 10.0
+_SERVER_GONE = "a rollout server is gone. Resume the run from its last checkpoint"
 _NO_LOOP = "its agent loop is gone, and a response of several turns cannot be continued without it"
 
 
@@ -52,6 +54,7 @@ class Workers(Protocol):
 
 Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop workers; must not wait for completion
 Clear = Callable[[Collection[str]], None]  # trajectories that will not be trained on
+Sync = Callable[[int], None]  # the learner's weights to the servers, under this version
 
 
 class VerlEngine(EngineBase):
@@ -121,9 +124,11 @@ class VerlEngine(EngineBase):
         self._fill()
         return self._take_news()
 
-    def update_weights(self, weights: Any, version: int) -> None:
-        """Only the version: verl has already synced the weights at the end of its step, for validation."""
-        del weights
+    def update_weights(self, weights: Sync | None, version: int) -> None:
+        """`weights` brings the learner's to the servers. Without it they must have this version already."""
+        if weights is not None:
+            self._of_servers(partial(weights, version))
+            self.version = version
         if version != self.version:
             raise RuntimeError(f"the servers hold version {self.version}, but the scheduler continues under {version}")
 
@@ -159,11 +164,10 @@ class VerlEngine(EngineBase):
         """No server takes requests until `wake`."""
         self._send_cancels()
         if not self._is_resting:
-            self._servers.abort_replicas(reject_request=True)
-            self._is_resting = True
+            self._abort_servers()
 
     def wake(self) -> None:
-        self._servers.resume_generation_replicas()
+        self._of_servers(self._servers.resume_generation_replicas)
         self._is_resting = False
 
     def keys_of(self, rollout: Rollout) -> tuple[str, ...]:
@@ -270,8 +274,7 @@ class VerlEngine(EngineBase):
         """
         deadline = self.now() + _STOP_LIMIT_SECONDS
         while self._outstanding(pending):
-            self._servers.abort_replicas(reject_request=True)
-            self._is_resting = True
+            self._abort_servers()
             patience = self.now() + _PATIENCE_SECONDS
             while self._outstanding(pending) and self.now() < patience:
                 self.receive(patience - self.now())
@@ -283,6 +286,16 @@ class VerlEngine(EngineBase):
                 )
             self.wake()
 
+    def _abort_servers(self) -> None:
+        self._of_servers(partial(self._servers.abort_replicas, reject_request=True))
+        self._is_resting = True
+
+    def _of_servers(self, control: Callable[[], Any]) -> None:
+        try:
+            control()
+        except ray.exceptions.RayActorError as error:
+            raise EngineDied(f"{_SERVER_GONE}: {error}") from None
+
     def _outstanding(self, pending: dict[int, int]) -> list[int]:
         return [id for id, dispatch in pending.items() if self._running.get(id) == dispatch]
 
@@ -291,6 +304,8 @@ class VerlEngine(EngineBase):
     def _take(self, at: float, report: reports.Report) -> None:
         if isinstance(report, reports.Unfit):
             raise ValueError(report.reason)
+        if isinstance(report, reports.ServerFailed) and report.is_gone:  # before retries cost a rollout
+            raise EngineDied(f"{_SERVER_GONE}: {report.reason}")
         if report.dispatch not in self._id_of:
             if isinstance(report, reports.Scored):
                 self._clear(report.keys)  # regenerated in the meantime

@@ -51,10 +51,11 @@ class Aborted(NamedTuple):
 
 
 class ServerFailed(NamedTuple):
-    """A server lost the request. Its agent loop waits, with the tokens so far."""
+    """A server lost the request. Its agent loop waits, with the tokens so far. `is_gone`: so is the server."""
 
     dispatch: int
     reason: str
+    is_gone: bool = False
 
 
 class Observed(NamedTuple):

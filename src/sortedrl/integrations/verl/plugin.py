@@ -31,6 +31,10 @@ HOOKS: dict[str, tuple[str, ...]] = {
         "PPOTrainer.on_sample_end",
         "PPOTrainer.on_step_end",
         "PPOTrainer.on_validate_begin",
+        "PPOTrainer.on_validate_end",
+        "PPOTrainer._setup",
+        "PPOTrainer._consume_sync_metrics",
+        "PPOTrainer._get_n_gpus_for_throughput",
         "PPOTrainer._get_required_batch_multiple dp_size",
         "PPOTrainer._balance_batch batch",
         "PPOTrainer._compute_old_log_prob batch metrics",
@@ -43,10 +47,13 @@ HOOKS: dict[str, tuple[str, ...]] = {
     f"{TRAINERS}.replay_buffer": ("ReplayBufferAsync.sample global_steps partition_id batch_size",),
     f"{TRAINERS}.agent_loop_tq": ("AgentLoopManagerTQ.generate_sequences prompts", "AgentLoopWorkerTQ"),
     "verl.workers.rollout.llm_server": (
+        "LLMServerManager.create",
         "LLMServerManager.get_client client_cls",
+        "LLMServerManager.get_replicas",
         "LLMServerClient.generate request_id prompt_ids sampling_params",
     ),
     "verl.checkpoint_engine": (
+        "CheckpointEngineManager config actor_wg replicas",
         "CheckpointEngineManager.abort_replicas reject_request",
         "CheckpointEngineManager.resume_generation_replicas",
         "CheckpointEngineManager.sleep_replicas",
@@ -99,9 +106,11 @@ def _make_trainer(cls: type, config: object) -> object:
     reason = why_unfit()
     if reason is not None:
         raise RuntimeError(reason)
+    from sortedrl.integrations.verl.separate import PPOTrainerSeparate
+    from sortedrl.integrations.verl.settings import has_own_gpus
     from sortedrl.integrations.verl.trainer import PPOTrainerSortedRL
 
-    return PPOTrainerSortedRL(config)
+    return (PPOTrainerSeparate if has_own_gpus(config) else PPOTrainerSortedRL)(config)
 
 
 def why_unfit() -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ SCHEDULE_KEYS = (
     "prompts_per_cohort",
     "oversubscribe",
     "max_staleness",
+    "overlap",
     "max_wait_updates",
     "max_environment_seconds",
     "max_retries",
@@ -69,6 +70,16 @@ FIXED: dict[str, tuple[Container[object], str, str]] = {
         (None, ""), "the scheduler composes the batches", f"Leave it out; choose a schedule with {PREFIX}.mode.",
     ),
 }  # fmt: skip
+FIXED_WITH_OWN_GPUS: dict[str, tuple[Container[object], str, str]] = {
+    "actor_rollout_ref.rollout.nnodes": (
+        range(1, 2**31), "the servers have GPUs of their own (actor_rollout_ref.hybrid_engine=False)",
+        "Set it to the number of nodes for the servers.",
+    ),
+    "actor_rollout_ref.rollout.n_gpus_per_node": (
+        range(1, 2**31), "the servers have GPUs of their own (actor_rollout_ref.hybrid_engine=False)",
+        "Set it to the number of GPUs for the servers on each of their nodes.",
+    ),
+}  # fmt: skip
 FIXED_WITH_FILTER: dict[str, tuple[Container[object], str, str]] = {
     "actor_rollout_ref.rollout.n": (
         range(2, 2**31), "algorithm.filter_groups compares the rollouts of a group", "Set it to 2 or more.",
@@ -102,6 +113,7 @@ def settings_of(config: Any) -> Settings:
     schedule = schedule_of(config, given)
     strategy = strategy_named(schedule.mode)
     strategy.check(schedule)
+    _check_overlap(schedule, own_gpus=has_own_gpus(config))
     if is_filtered(config):
         strategy.check_filter()
     _refuse_unsupported(config, strategy)
@@ -117,6 +129,11 @@ def settings_of(config: Any) -> Settings:
         checks_weights=_has_comparable_logprobs(config),
         filter_metric=metric_of(config),
     )
+
+
+def has_own_gpus(config: Any) -> bool:
+    """Whether the servers have GPUs of their own, instead of sharing the learner's."""
+    return not config.actor_rollout_ref.get("hybrid_engine", True)
 
 
 def slots_of(settings: Settings, of_servers: int) -> int:
@@ -160,17 +177,37 @@ def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:
     values |= {key: given[key] for key in SCHEDULE_KEYS if key in given}
     try:
         schedule = Schedule(**values)
+        if has_own_gpus(config):
+            schedule = _with_overlap(schedule, given)
         schedule.check_cohort()
         return schedule
     except ConfigurationError as error:
         raise ConfigurationError(f"{PREFIX}.{error.key}", error.value, error.why, error.fix) from None
 
 
+def _with_overlap(schedule: Schedule, given: Mapping[str, Any]) -> Schedule:
+    """The defaults for servers with GPUs of their own: overlap, if the mode keeps tokens.
+
+    If the learner is slower than the servers, finished rollouts would pile up until the bound makes updates larger,
+    and the learner slower still. So no more are started than the next updates can train on within the bound.
+    """
+    if "overlap" not in given:
+        schedule = replace(schedule, overlap=strategy_named(schedule.mode).keeps_tokens)
+    if schedule.overlap and schedule.oversubscribe is None and schedule.max_staleness is not None:
+        schedule = replace(schedule, oversubscribe=float(schedule.max_staleness + 1))
+    return schedule
+
+
 def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
     """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
     if not strategy.on_policy:
         _require_correction(config, strategy)
-    fixed = FIXED | FIXED_WITH_FILTER if is_filtered(config) else FIXED
+    fixed = FIXED
+    if is_filtered(config):
+        fixed = fixed | FIXED_WITH_FILTER
+    if has_own_gpus(config):
+        fixed = fixed | FIXED_WITH_OWN_GPUS
+        _check_weight_transfer(config.actor_rollout_ref)
     for key, (fine, why, fix) in fixed.items():
         if (value := OmegaConf.select(config, key)) not in fine:
             raise ConfigurationError(key, value, why, fix)
@@ -188,6 +225,38 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "Use grpo, rloo, reinforce_plus_plus or gae.",
         )  # fmt: skip
     _refuse_fixed_sizes(config)
+
+
+def _check_overlap(schedule: Schedule, *, own_gpus: bool) -> None:
+    if schedule.overlap and not own_gpus:
+        raise ConfigurationError(
+            f"{PREFIX}.overlap", True, "servers and learner share GPUs, so one of them waits for the other",
+            "Leave it out, or give the servers GPUs of their own with actor_rollout_ref.hybrid_engine=False.",
+        )  # fmt: skip
+    if schedule.overlap and schedule.max_staleness is None:
+        raise ConfigurationError(
+            f"{PREFIX}.max_staleness", None,
+            "the servers generate while the learner steps (overlap), and nothing else bounds how old a token may be",
+            f"Set it, for example to 4, or set {PREFIX}.overlap=False.",
+        )  # fmt: skip
+
+
+def _check_weight_transfer(actor: Any) -> None:
+    """To servers with GPUs of their own, of which verl's checkpoint engines are the only way."""
+    if actor.rollout.checkpoint_engine.backend == "naive":
+        raise ConfigurationError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend", "naive",
+            "it passes weights within a GPU, but the servers have their own (actor_rollout_ref.hybrid_engine=False)",
+            "Set it to nccl, or another of verl's checkpoint engines.",
+        )  # fmt: skip
+    model, lora = actor.model, actor.model.get("lora") or {}
+    has_adapter = model.get("lora_rank") or lora.get("rank") or model.get("lora_adapter_path")
+    if has_adapter and not lora.get("merge"):
+        raise ConfigurationError(
+            "actor_rollout_ref.model.lora.merge", False,
+            "verl's checkpoint engines send the base weights alone, so the adapter would never reach the servers",
+            "Set it to True, or share the GPUs (actor_rollout_ref.hybrid_engine=True).",
+        )  # fmt: skip
 
 
 def _refuse_fixed_sizes(config: Any) -> None:

@@ -4,10 +4,11 @@ One step of verl is one update:
 
     prepare_step      nothing: the scheduler submits
     sample            the next batch of `core.Controller`, as keys of the TransferQueue
-    on_sample_end     servers rest and give their memory to the training engine
+    on_sample_end     servers rest and give their memory to the training engine (`separate`: nothing)
     (verl)            old log-probabilities, reference, values, advantages, critic, actor
     on_step_end       version + 1; weights to the servers; they wake
 
+Scheduler and engine belong to the pump's thread, which generates during the rest of the step with `overlap`.
 verl's `global_steps` and the scheduler's version are the same number, always: both count weight publications.
 """
 
@@ -18,6 +19,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +36,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from verl.utils.debug import marked_timer
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.controller import Batch, Controller
+from sortedrl.core.controller import CARRY_ON_SECONDS, Batch, Controller
 from sortedrl.core.engine import Request
 from sortedrl.core.events import Event, EventLog, Filtered
 from sortedrl.core.prompts import Prompts
@@ -46,12 +48,14 @@ from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.group_metric import keeps_unequal
 from sortedrl.integrations.verl.prompts import DatasetPrompts
+from sortedrl.integrations.verl.pump import Pump
 from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
-from sortedrl.integrations.verl.weight_check import Fresh, check_weights, fresh_responses
+from sortedrl.integrations.verl.weight_check import Fresh, OtherRollouts, check_weights, fresh_responses
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.run_metrics import Snapshot
 
 PARTITION = "train"
 STATE_FILE = "sortedrl.json"
@@ -89,6 +93,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self.controller: Controller | None = None
         self._restored: dict[str, Any] | None = None
         self._fresh: list[Fresh] = []  # of the current batch
+        self._other_rollouts = OtherRollouts(self._find_fresh, self._difference_of_copies)
 
     def _build_replay_buffer(self) -> ReplayBufferAsync:
         sampler = self.config.trainer.v1.sampler
@@ -114,36 +119,48 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self.engine = self._engine()
         self.controller = self._controller(self.engine)
         self._batches = iter(self.controller)
-        self.replay_buffer.next_batch = self._next_batch
+        overlap = self.sortedrl.schedule.overlap
+        self.pump = Pump(self._generate if overlap else None, on_error=self.recorder.flush)  # Ray may end this process
+        self.replay_buffer.next_batch = partial(self.pump.call, self._next_batch, then_generate=True)
 
     def prepare_step(self) -> dict[str, Any]:
         return {}
 
     def on_sample_end(self) -> None:
-        self.engine.sleep()
-        self.checkpoint_manager.sleep_replicas()
+        self.pump.call(self._free_memory_for_training)
         if self.curr_step_profile:
             self._stop_rollout_profiling()
 
     def on_step_end(self) -> None:
-        self._publish()
-        self._mark("weights")
         with marked_timer("update_weights", self.timing_raw, color="red"):
-            self.checkpoint_manager.update_weights(self.global_steps)
-            self.engine.wake()
-        self.engine.version = self.global_steps
+            self.pump.call(self._publish_to_servers, then_generate=not self._is_last_step)
 
     def on_validate_begin(self) -> None:
-        self._mark("evaluation")
+        """Servers have the requests that they have, but get no others than those of the validation."""
+        if self.controller is not None:
+            self.pump.call(partial(self.controller.mark_phase, "evaluation"), then_generate=False)
+
+    def on_validate_end(self) -> None:
+        if self.controller is not None and self.sortedrl.schedule.overlap and not self._is_last_step:
+            self.pump.call(partial(self.controller.mark_phase, "harvest"), then_generate=True)
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)
-        snapshot = self.metrics.snapshot()
+        snapshot = self.pump.call(self._snapshot)
         metrics.update({f"sortedrl/{name}": getattr(snapshot, name) for name in SHOWN})
         metrics["sortedrl/reward_mean"] = self._reward_mean  # with filtered groups, which verl's means lack
-        if self.global_steps >= self.total_training_steps:
-            self._mark("end")
+
+    def _snapshot(self) -> Snapshot:
+        assert self.controller is not None
+        snapshot = self.metrics.snapshot()
+        if self._is_last_step:
+            self.controller.mark_phase("end")
         self.recorder.flush()
+        return snapshot
+
+    @property
+    def _is_last_step(self) -> bool:
+        return bool(self.global_steps >= self.total_training_steps)
 
     # Batches
 
@@ -162,18 +179,19 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _scheduled_batch(self) -> Batch:
         self._extend_data()
-        try:
-            batch = next(self._batches, None)
-            if batch is None:  # there are epochs to spare, so only rejected rollouts can be missing
-                rejected = counted(self.metrics.run_metrics().rejected, "rollout")
-                raise TooManyRejected(
-                    f"the data ended after {self.global_steps - 1} of {self.total_training_steps} updates. "
-                    f"Rejected: {rejected}, {self._rejections.most_frequent()}"
-                )
-            return batch
-        except BaseException:
-            self.recorder.flush()  # Ray may end this process before Python does
-            raise
+        batch = next(self._batches, None)
+        if batch is None:  # there are epochs to spare, so only rejected rollouts can be missing
+            rejected = counted(self.metrics.run_metrics().rejected, "rollout")
+            raise TooManyRejected(
+                f"the data ended after {self.global_steps - 1} of {self.total_training_steps} updates. "
+                f"Rejected: {rejected}, {self._rejections.most_frequent()}"
+            )
+        return batch
+
+    def _generate(self) -> None:
+        """With overlap, between two pieces of work for the pump."""
+        assert self.controller is not None
+        self.controller.carry_on(until=self.engine.now() + CARRY_ON_SECONDS)
 
     def _extend_data(self) -> None:
         """Enough for the rest even if half of it is rejected: verl counts in steps, and ends the run by them."""
@@ -195,23 +213,55 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """verl's, which gives every rank its rows; then each rank's rows in the order in which they train."""
         batch = super()._balance_batch(batch, *args, **kwargs)
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         lengths = [tag["seq_len"] for tag in batch.tags]
-        batch.reorder(dealt_out(lengths, ranks, self.sortedrl.minibatches))
+        batch.reorder(dealt_out(lengths, self._ranks, self.sortedrl.minibatches))
         return batch
+
+    @property
+    def _ranks(self) -> int:
+        """Data-parallel ones; known after verl's `_balance_batch`."""
+        return int(max(self.actor_rollout_wg._dispatch_info["actor"])) + 1
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """verl's, which are the learner's log-probabilities; then the check that the servers have its weights."""
         batch = super()._compute_old_log_prob(batch, metrics)
-        if self._fresh:
-            fields = ["responses", "old_log_probs"]
-            keys = [response.key for response in self._fresh]
-            found = transfer_queue.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=fields)
-            tokens, logprobs = ([row.tolist() for row in found[name]] for name in fields)
-            difference = check_weights(self._fresh, tokens, logprobs)
+        if self.sortedrl.checks_weights:
+            difference = self._difference(self._fresh) if self._fresh else None
+            if self.sortedrl.schedule.overlap:
+                difference = self._other_rollouts.check(difference)
             if difference is not None:
                 metrics["sortedrl/logprob_difference"] = difference
         return batch
+
+    def _difference(self, fresh: Sequence[Fresh]) -> float | None:
+        fields, keys = ["responses", "old_log_probs"], [response.key for response in fresh]
+        found = transfer_queue.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=fields)
+        tokens, logprobs = ([row.tolist() for row in found[name]] for name in fields)
+        return check_weights(fresh, tokens, logprobs)
+
+    def _find_fresh(self) -> list[Fresh]:
+        """Copies of finished rollouts in the TransferQueue, as many as all ranks can share; the originals may go at any
+        time."""
+
+        def copied() -> list[Fresh]:
+            assert self.controller is not None
+            live, version = self.controller.live, self.controller.version
+            finished = [(live[id], loop.keys) for id, loop in self.engine.loops.items() if id in live and loop.keys]
+            fresh = fresh_responses(finished, version)
+            fresh = fresh[: len(fresh) - len(fresh) % self._ranks]
+            return [response._replace(key=copy) for response, copy in zip(fresh, _copies(fresh), strict=True)]
+
+        return self.pump.call(copied)
+
+    def _difference_of_copies(self, fresh: list[Fresh]) -> float | None:
+        keys = [response.key for response in fresh]
+        tags = transfer_queue.kv_list(PARTITION)[PARTITION]
+        batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
+        try:
+            super()._compute_old_log_prob(batch, {})
+            return self._difference(fresh)
+        finally:
+            _clear(keys)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         with self._minibatches_of(self.config.actor_rollout_ref.actor, batch):
@@ -232,18 +282,46 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         finally:
             settings.ppo_mini_batch_size = usual
 
-    def _publish(self) -> None:
-        """Once a step, before the first who needs it: the checkpoint or the weight sync."""
+    # Weights
+
+    def _publish_to_servers(self) -> None:
+        """Once a step, for the rollouts and for a validation."""
         assert self.controller is not None
-        if self.controller.version < self.global_steps:
-            self.controller.publish()
+        if self.controller.version < self.global_steps:  # else the checkpoint needed the new version
+            self.controller.publish(self._sync)
+        self.controller.update_engine()
+
+    def _sync(self, version: int) -> None:
+        """What `publish` hands to the engine as the weights: brings the learner's to the servers."""
+        self._pending_sync_metrics = dict(self.checkpoint_manager.update_weights(version) or {})  # verl logs them
+        self.engine.wake()
+
+    def _free_memory_for_training(self) -> None:
+        self.engine.sleep()
+        self.checkpoint_manager.sleep_replicas()
 
     # Checkpoints: verl's, with the scheduler's state in the same folder
 
     def _save_checkpoint(self) -> None:
+        self.pump.call(self._publish_and_save)
+
+    def _publish_and_save(self) -> None:
+        """The state has the version of the saved weights. With overlap, `publish` aborts what runs and updates the
+        servers at once: the checkpoint is written in between, when no rollout is at a server."""
         assert self.controller is not None
-        self._publish()
-        self._mark("checkpoint")
+        if self.sortedrl.schedule.overlap:
+            self.controller.publish(self._save_and_sync)
+        else:
+            self.controller.publish(self._sync)
+            self._save()
+
+    def _save_and_sync(self, version: int) -> None:
+        self._save()
+        self._sync(version)
+
+    def _save(self) -> None:
+        assert self.controller is not None
+        self.controller.mark_phase("checkpoint")
         self.engine.scores.wait_for_all(self.sortedrl.schedule.score_wait_seconds)
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -286,7 +364,8 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         schedule = self.sortedrl.schedule
         data = self.config.data
         arguments = dict(data.get("apply_chat_template_kwargs") or {})
-        prompts = DatasetPrompts(self.train_dataset, self.tokenizer, arguments)
+        tokenizer = deepcopy(self.tokenizer)  # of the pump's thread: fast tokenizers are not thread-safe
+        prompts = DatasetPrompts(self.train_dataset, tokenizer, arguments)
         self._training_prompts = Prompts(prompts, seed=schedule.seed, shuffle=bool(data.shuffle))
         log = EventLog(self.metrics)
         metric = self.sortedrl.filter_metric
@@ -324,13 +403,21 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
         self.agent_loop_manager.generate_sequences(batch)
 
-    def _mark(self, phase: str) -> None:
-        if self.controller is not None:
-            self.controller.mark_phase(phase)
-
 
 def _clear(keys: Collection[str]) -> None:
     transfer_queue.kv_clear(keys=list(keys), partition_id=PARTITION)
+
+
+def _copies(responses: Sequence[Fresh]) -> list[str]:
+    """Their trajectories under other keys."""
+    if not responses:
+        return []
+    keys = [response.key for response in responses]
+    rows = transfer_queue.kv_batch_get(keys=keys, partition_id=PARTITION)
+    tags = transfer_queue.kv_list(PARTITION)[PARTITION]
+    copies = [f"check{key}" for key in keys]
+    transfer_queue.kv_batch_put(keys=copies, partition_id=PARTITION, fields=rows, tags=[tags[key] for key in keys])
+    return copies
 
 
 def dealt_out(lengths: Sequence[int], ranks: int, minibatches: int) -> list[int]:

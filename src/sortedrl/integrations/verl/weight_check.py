@@ -5,12 +5,16 @@ staleness. verl computes the learner's log-probabilities of each update before i
 current version, server and learner must agree but for rounding. As in `engines.checked_weights`, the criterion is a
 median: here over uncertain tokens, since most tokens of a trained model are certain under old weights, too. A long
 response has a median of its own, so that one server of several with old weights is found by its responses.
+
+With overlap, a batch of a slow learner may have no such token: it was complete before the weights were sent. Then other
+finished rollouts are checked (`OtherRollouts`), which the learner scores in addition.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -22,6 +26,8 @@ LEAST_TOKENS = 16  # uncertain ones, for a median
 MOST_RESPONSES = 64  # checked per update
 TOLERANCE = 0.1  # nats per token
 MAX_FRACTION = 0.1  # of the medians: a few may differ by rounding
+MOST_UNCHECKED = 3  # updates, before a check is waited for
+MOST_SECONDS, POLL_SECONDS = 60.0, 0.2
 
 
 class Fresh(NamedTuple):
@@ -33,8 +39,36 @@ class Fresh(NamedTuple):
     places: list[int]
 
 
+class OtherRollouts:
+    """Finished rollouts that are not in the batch. After a few updates without a check, it waits for some.
+
+    find     those that have tokens of the current version now
+    compare  as `check_weights`, by log-probabilities that the learner computes for them
+    """
+
+    def __init__(self, find: Callable[[], list[Fresh]], compare: Callable[[list[Fresh]], float | None]) -> None:
+        self._find = find
+        self._compare = compare
+        self._unchecked = 0  # updates in a row
+
+    def check(self, in_batch: float | None) -> float | None:
+        """Needed only if nothing in the batch could be compared (None)."""
+        difference = in_batch
+        deadline = time.monotonic() + (MOST_SECONDS if self._unchecked >= MOST_UNCHECKED else 0.0)
+        while difference is None:
+            if fresh := self._find():
+                difference = self._compare(fresh)
+            if difference is None:  # none, or too few tokens
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(POLL_SECONDS)
+        self._unchecked = 0 if difference is not None else self._unchecked + 1
+        return difference
+
+
 def fresh_responses(rollouts: Sequence[tuple[Rollout, Sequence[str]]], version: int) -> list[Fresh]:
     """Of rollouts with one trajectory each; if there are many, of some of all lengths."""
+    rollouts = [(rollout, keys) for rollout, keys in rollouts if any(s.version == version for s in rollout.segments)]
     step = math.ceil(len(rollouts) / MOST_RESPONSES)
     found: list[Fresh] = []
     for rollout, keys in rollouts[::step] if step else ():
