@@ -9,8 +9,16 @@ from verl_config import compose
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.engines.checked_weights import WeightsDiffer
+from sortedrl.integrations.verl import weight_check
 from sortedrl.integrations.verl.settings import settings_of
-from sortedrl.integrations.verl.weight_check import MOST_RESPONSES, check_weights, fresh_responses
+from sortedrl.integrations.verl.weight_check import (
+    MOST_RESPONSES,
+    MOST_UNCHECKED,
+    Fresh,
+    OtherRollouts,
+    check_weights,
+    fresh_responses,
+)
 
 
 def rollout(*segments: tuple[int, int], logprob: float = -1.0) -> Rollout:
@@ -52,6 +60,43 @@ def test_one_server_of_several_is_found_and_a_few_tokens_are_not_enough(wrong: f
     assert check_weights(fresh, tokens, [[wrong] * 20, *[right] * 15]) == 0.0
     with pytest.raises(WeightsDiffer, match="in 2 of 16 samples"):
         check_weights(fresh, tokens, [[wrong] * 20, [wrong] * 20, *[right] * 14])
+
+
+class Finished:
+    """Rollouts that have tokens of the current version from the n-th look on."""
+
+    def __init__(self, looks: int, difference: float | None = 0.01) -> None:
+        self.looks, self.difference = looks, difference
+        self.looked = 0
+
+    def find(self) -> list[Fresh]:
+        self.looked += 1
+        return [Fresh("a", [7], [-1.0], [0])] if self.looked >= self.looks else []
+
+    def compare(self, fresh: list[Fresh]) -> float | None:
+        assert fresh
+        return self.difference
+
+
+def test_with_overlap_other_rollouts_are_checked_if_the_batch_has_nothing_to_compare() -> None:
+    finished = Finished(looks=1)
+    others = OtherRollouts(finished.find, finished.compare)
+    assert others.check(0.02) == 0.02 and not finished.looked
+    assert others.check(None) == 0.01
+
+
+@pytest.mark.parametrize("difference", [0.01, None])
+def test_a_check_is_waited_for_only_after_updates_without_one(
+    difference: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_check, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(weight_check, "MOST_SECONDS", 0.2)
+    finished = Finished(looks=20, difference=difference)
+    others = OtherRollouts(finished.find, finished.compare)
+    for looked in range(1, 1 + MOST_UNCHECKED):
+        assert others.check(None) is None and finished.looked == looked
+    assert others.check(None) == difference, "too few tokens to compare do not hold up the run for longer"
+    assert finished.looked >= 20
 
 
 def test_a_large_update_is_checked_in_part() -> None:

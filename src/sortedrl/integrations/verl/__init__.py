@@ -4,7 +4,7 @@ verl still provides resource pools, training engines, rollout servers, weight sy
 The scheduler decides which prompts to load, which rollouts to start and in which order, when to harvest, what to keep,
 and which rollouts form an update. It is `core.Controller`, unchanged: the interface is the engine protocol.
 
-    core.Controller                                  in verl's TaskRunner process
+    core.Controller                                  in verl's TaskRunner process, in a thread of its own (pump.Pump)
        |  submit / poll / abort / weights  ^  scores, turns
     engine.VerlEngine + scores, turns      |
        |  rows of the dataset              |  reports
@@ -25,6 +25,9 @@ TransferQueue like all verl trajectories, and the batch that the trainer samples
 Why this interface: it needs only what verl's own trainers use (the trainer's hooks, the agent loop manager's class, a
 client class, abort and resume of replicas, TransferQueue keys), and no change to the scheduler. A custom sampler alone
 could only choose among finished prompts: it can neither order the starts nor regenerate aborted rollouts.
+
+Two layouts: servers on the learner's GPUs (`trainer`), or on GPUs of their own (`separate`), where partial modes
+generate while the learner steps.
 
 `plugin` registers the mode when verl is imported (entry point `verl.plugins`); nothing here imports verl before that.
 """
