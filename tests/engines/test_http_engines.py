@@ -259,6 +259,19 @@ def test_a_closed_engine_holds_no_file_descriptor_and_no_thread() -> None:
         engine.abort([1])
 
 
+def test_all_engines_share_one_thread_that_outlives_any_of_them() -> None:
+    server = stand_in()
+    before = threading.active_count()
+    first, *others = [SglangEngine(server.url, slots=1, eos_token_ids=[7]) for _ in range(3)]
+    assert threading.active_count() == before + 1
+    first.close()
+    others[0].submit([endless(0, 2)])
+    assert others[0].poll()
+    for engine in others:
+        engine.close()
+    assert threading.active_count() == before
+
+
 def test_a_server_that_is_not_there_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match=r"url = 'http://127.0.0.1:9': no server answers there"):
         SglangEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[])

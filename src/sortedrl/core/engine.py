@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -192,6 +192,7 @@ class EngineBase(Engine):
     inside_seconds: float | None = None  # total time in the inference library's own code; the rest is overhead
     copies_weights: bool = False  # it never sees the learner's weights: `publish` without weights is an error
     has_own_device: bool = False  # the learner may compute while it generates, as beside the client of a server
+    wake: Callable[[], None] | None = None  # from another thread: have a waiting `poll` return early
 
     @property
     def is_available(self) -> bool:

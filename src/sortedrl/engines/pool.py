@@ -54,6 +54,7 @@ from sortedrl.engines.routing import route
 from sortedrl.engines.weight_buckets import WeightBuckets
 
 _SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
+_LONG_SLICE_SECONDS = 0.1  # if it can be woken for them
 _CLOSE_SECONDS = 5.0
 _HOMES_PER_SLOT = 16
 _MEMBERS_TO_TRY = 3  # before a request counts as failed
@@ -201,7 +202,7 @@ class Pool(EngineBase):
         with self._lock:
             self._is_closed = True
             for member in self._members:
-                member.wake.notify_all()
+                member.wake()
         for member in self._members:
             member.thread.join(_CLOSE_SECONDS)
 
@@ -228,7 +229,7 @@ class Pool(EngineBase):
             while True:
                 with self._lock:
                     while not (self._is_closed or member.lost or member.calls or member.entries):
-                        member.wake.wait()
+                        member.news.wait()
                     if self._is_closed or member.lost:
                         return
                     new = [entry.remaining(self._version) for entry in member.inbox]
@@ -310,7 +311,7 @@ class Pool(EngineBase):
 
     def _lose(self, member: Member, reason: str) -> None:
         member.lost = reason
-        member.wake.notify_all()
+        member.wake()
         for call in member.calls:
             call.done = True
         moved = self._requeue(member.entries.values())
@@ -348,7 +349,7 @@ class Pool(EngineBase):
             member.inbox.append(entry)
             if entry.has_moved:  # clocks are inexact: its new start must not precede its preemption
                 member.last_time = self.now()
-            member.wake.notify_all()
+            member.wake()
         self._queue.extendleft(reversed(passed))
 
     def _remember(self, id: int, home: Member) -> None:
@@ -396,7 +397,7 @@ class Pool(EngineBase):
     def _call(self, member: Member, do: Callable[[EngineBase], Sequence[Change]], **how: Any) -> Call:
         call = Call(do, **how)
         member.calls.append(call)
-        member.wake.notify_all()
+        member.wake()
         return call
 
     def _present(self) -> list[Member]:
@@ -441,7 +442,8 @@ def _advanced(engine: EngineBase, new: Sequence[Request], call: Call | None) -> 
         engine.submit(new)
     if call is not None:
         return call.do(engine)
-    return checked_changes(engine, "poll", engine.poll(engine.now() + _SLICE_SECONDS))
+    seconds = _SLICE_SECONDS if engine.wake is None else _LONG_SLICE_SECONDS
+    return checked_changes(engine, "poll", engine.poll(engine.now() + seconds))
 
 
 def _abort_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:

@@ -58,13 +58,19 @@ class Member:
         self.clock_offset = time.perf_counter() - engine.now()
         self.last_time = float("-inf")  # of its last change, on the pool's clock
         self.thread = threading.current_thread()  # until its own starts
-        self.wake = threading.Condition(lock)
+        self.news = threading.Condition(lock)
         self.entries: dict[int, Entry] = {}  # in the engine, or on the way there
         self.inbox: list[Entry] = []  # on the way there
         self.calls: deque[Call] = deque()
         self.has_weights = True
         self.blame = 0.0
         self.lost: str | None = None  # why
+
+    def wake(self) -> None:
+        """Its thread has something to do."""
+        self.news.notify_all()
+        if self.engine.wake is not None:
+            self.engine.wake()
 
     @property
     def is_working(self) -> bool:

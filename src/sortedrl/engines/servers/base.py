@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from abc import abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
@@ -81,6 +80,8 @@ class HttpEngine(ServerStreams, EngineBase):
                     name, seconds, "a time limit in seconds must be positive", "Set it to more than 0."
                 )
         self._credentials = Credentials(url, api_key)
+        self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
+        self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         super().__init__(
             ServerConnection(self._credentials),
             StopWatches(tokenizer),
@@ -90,12 +91,9 @@ class HttpEngine(ServerStreams, EngineBase):
             silence_seconds=silence_seconds,
             unavailable_seconds=unavailable_seconds,
         )
-        self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
-        self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         self._seeded = seeded
         self._has_hinted = False  # at a faster weight transfer
-        self._thread = threading.Thread(target=self._run_loop, name=f"engine {self.url}", daemon=True)
-        self._thread.start()
+        self._is_woken = False
         try:
             self._result_of(self._open())
         except BaseException as error:
@@ -146,15 +144,21 @@ class HttpEngine(ServerStreams, EngineBase):
 
     def poll(self, until: float | None = None) -> list[Change]:
         with self._outbox.news:
-            while not self._outbox.has_changes and (self._outbox.inside or until is not None):
+            while not self._outbox.has_changes and (self._outbox.inside or until is not None) and not self._is_woken:
                 self._raise_if_dead()
                 seconds = None if until is None else until - self.now()
                 if seconds is not None and seconds <= 0:
                     break
                 self._outbox.news.wait(seconds)
+            self._is_woken = False
             if not self._outbox.has_changes:
                 self._raise_if_dead()
             return self._outbox.take()
+
+    def wake(self) -> None:
+        with self._outbox.news:
+            self._is_woken = True
+            self._outbox.news.notify_all()
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
         self._result_of(self._abort(set(ids)))
@@ -206,25 +210,18 @@ class HttpEngine(ServerStreams, EngineBase):
             raise EngineDied(f"{self.url}: {self._outbox.death}") from None  # the error may repeat a secret
 
     def close(self) -> None:
-        """Stop the engine's thread; the server keeps running."""
+        """End what is under way; the server keeps running."""
         if not self._is_closed:
             self._is_closed = True
             self._result_of(self._shut())
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()  # and with it three file descriptors
+            self._background.leave()
 
     def _raise_if_dead(self) -> None:
         if self._outbox.death is not None:
             raise EngineDied(f"{self.url}: {self._outbox.death}")
 
     def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        if self._background.has_left:
             work.close()
             raise RuntimeError(f"the engine of {self.url} is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

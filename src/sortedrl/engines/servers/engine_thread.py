@@ -1,4 +1,4 @@
-"""The thread of an engine: what it passes to the thread that calls the engine, and the tasks that run in it."""
+"""The thread of all engines on servers: what it passes to the threads that call the engines, and their tasks in it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class Outbox:
     `news` guards `inside`, `death` and the delivered changes; held changes belong to the engine's thread.
     """
 
-    def __init__(self, clean: Callable[[str], str]) -> None:
+    def __init__(self, clean: Callable[[str], str], loop: asyncio.AbstractEventLoop) -> None:
         self._clean = clean  # removes secrets from reasons
+        self._loop = loop
         self.news = threading.Condition()
         self.inside: set[int] = set()  # requests that have not ended
         self.death: str | None = None  # why the engine is dead
         self._changes: list[Change] = []
         self._held: list[tuple[Change, bool]] = []  # and whether it is safe to deliver in any case
+        self._will_notify = False
 
     @property
     def has_changes(self) -> bool:
@@ -47,11 +49,13 @@ class Outbox:
             self._held += [(change, trusted) for change in changes]
         else:
             self._hand_out(changes)
+            self._notify_soon()
 
     def release(self) -> None:
         """Deliver all held changes: they are confirmed."""
         held, self._held = self._held, []
         self._hand_out([change for change, _ in held])
+        self._notify_soon()
 
     def drop_untrusted(self, id: int) -> None:
         """Drop the unconfirmed changes of this request."""
@@ -73,11 +77,67 @@ class Outbox:
                 self._changes.append(change)
                 if isinstance(change, Finished | Failed):
                     self.inside.discard(change.id)
+
+    def _notify_soon(self) -> None:
+        """Once for all messages that the loop has read: waking another thread takes longer than reading a message."""
+        if not self._will_notify:
+            self._will_notify = True
+            self._loop.call_soon(self._notify)
+
+    def _notify(self) -> None:
+        self._will_notify = False
+        with self.news:
             self.news.notify_all()
 
 
+class _LoopThread:
+    """One event loop in one thread for all engines: it starts with the first of them and ends with the last.
+
+    With a thread each, many engines would spend their time handing the interpreter's lock around.
+    """
+
+    _now: _LoopThread | None = None
+    _starting_or_ending = threading.Lock()
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(self._note_unhandled)
+        self.users: list[BackgroundTasks] = []
+        self._thread = threading.Thread(target=self._run, name="engines on servers", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def joined_by(cls, user: BackgroundTasks) -> _LoopThread:
+        with cls._starting_or_ending:
+            cls._now = cls._now or cls()
+            cls._now.users.append(user)
+            return cls._now
+
+    @classmethod
+    def left_by(cls, user: BackgroundTasks) -> None:
+        with cls._starting_or_ending:
+            now = cls._now
+            assert now is not None
+            now.users.remove(user)
+            if not now.users:
+                cls._now = None
+                now.loop.call_soon_threadsafe(now.loop.stop)
+                now._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()  # and with it three file descriptors
+
+    def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error in a callback: it may be of any engine."""
+        for user in list(self.users):
+            user.note_unhandled(context)
+
+
 class BackgroundTasks:
-    """The tasks in the engine's event loop. An error in one of them, or in a callback, is never lost.
+    """The tasks of an engine in the event loop. An error in one of them, or in a callback, is never lost.
 
     `failed` gets the reason if a task fails: nothing else would notice, so the engine is dead then.
     """
@@ -86,8 +146,13 @@ class BackgroundTasks:
         self._name = name
         self._failed = failed
         self.running: set[asyncio.Task[Any]] = set()
-        self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(self._note_unhandled)
+        self.has_left = False
+        self.loop = _LoopThread.joined_by(self).loop
+
+    def leave(self) -> None:
+        """No task follows. With the last engine, the thread ends."""
+        self.has_left = True
+        _LoopThread.left_by(self)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = self.loop.create_task(work)
@@ -106,7 +171,7 @@ class BackgroundTasks:
         except RuntimeError:
             return None
 
-    def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def note_unhandled(self, context: dict[str, Any]) -> None:
         if "handle" in context and "exception" in context:  # a callback of ours, or one that our streams rely on
             self._failed(f"the engine's own task failed: {context['exception']!r}")
         else:

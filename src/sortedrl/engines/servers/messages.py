@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import msgspec
+
 from sortedrl.core.checkpoint import HIGHEST_LOGPROB, LOWEST_LOGPROB
 
 REQUESTS_OWN = frozenset({400, 404, 413, 422})  # all other statuses are about the server, or may be
 BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})  # certainly about the server
+_decoder = msgspec.json.Decoder()  # of the many small messages of streams: three times as fast as json
 ANY_VOCABULARY = 1 << 31  # if the vocabulary size is unknown
 
 
@@ -127,12 +130,19 @@ def weight_version(value: Any) -> str:
 def parsed(data: bytes) -> dict[str, Any]:
     """Parse one event of a stream; raises Malformed."""
     try:
-        event = json.loads(data)
+        event = _parsed(data)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"this is not JSON ({said(error)}): {data.decode(errors='replace')!r}") from None
     if not isinstance(event, dict):
         raise Malformed(f"this is not a JSON object: {data.decode(errors='replace')!r}")
     return event
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return _decoder.decode(data)
+    except ValueError:
+        return json.loads(data)  # takes NaN, too, so that the error names the value
 
 
 def refusal_in(event: Mapping[str, Any]) -> Refused | None:

@@ -1,4 +1,5 @@
-"""The life of each request at an inference server, from the first to the last message, in one thread (asyncio).
+"""The life of each request at an inference server, from the first to the last message, in one thread for all
+servers (asyncio).
 
 - **Running**: sent requests count as running. Once per second the server is asked how many it is running; if that is
   fewer than were sent (KV cache full), those silent the longest are reported as preempted until they produce tokens
@@ -72,7 +73,9 @@ class ServerStreams(ABC):
         self._silence_seconds = silence_seconds
         self._name_prefix = f"sortedrl-{time.time_ns():x}"  # of all our request ids and weight versions at the server
         self._names_given = 0
-        self._outbox = Outbox(self._clean)
+        self._background = BackgroundTasks(self.url, self._die)
+        self._loop = self._background.loop
+        self._outbox = Outbox(self._clean, self._loop)
         self._is_closed = False
         self._queue = WaitingRequests()
         self._sent: dict[str, Sent] = {}
@@ -83,8 +86,6 @@ class ServerStreams(ABC):
         self._asking = asyncio.Lock()  # while it is found out whether a refusal is about the request
         self._token_at = float("-inf")  # when the last token of any stream arrived
         self._faults = 0  # consecutive requests that failed because of the server
-        self._background = BackgroundTasks(self.url, self._die)
-        self._loop = self._background.loop
         self._identity_check = IdentityCheck(
             self.identity,
             trust=self._trust,
