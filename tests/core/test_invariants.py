@@ -13,24 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invariants import (
-    EPSILON,
-    check_batch,
-    check_batch_sizes,
-    check_cohort_gate,
-    check_complete_cohorts,
-    check_each_once,
-    check_figures,
-    check_groups,
-    check_log,
-    checked_run,
-    examples,
-)
+from invariants import EPSILON, check_as_it_goes, check_batch_sizes, check_run, checked_run, examples
 from scenarios import MODES, STEP_TIMES, Run, Scenario, peaceful, troubled
 from sortedrl.core import events
 from sortedrl.engines.step_time import StepTime
-from sortedrl.log.reading import without_rolled_back
-from sortedrl.observe.metrics import Metrics
 
 
 def check_peaceful(scenario: Scenario) -> None:
@@ -109,16 +95,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(scenario: Scenario, updates: i
     first.updates(updates + lost_updates)
 
     second = Run(scenario, state=state, last_time=first.engine.now())
-    version = state["version"]
-    for batch in second.batches_in_turn():
-        check_batch(second, batch, version)
-        version += batch.update not in scenario.silent_updates
+    check_as_it_goes(second, state["version"])
     void = len(first.events) - events_kept
-    log = without_rolled_back([*first.events, events.RolledBack(first.engine.now(), void), *second.events])
-    batches += second.batches
-    check_each_once(second, batches, log)
-    check_groups(second, batches, log)
-    check_cohort_gate(second, batches)
-    check_complete_cohorts(second, batches)
-    check_log(second, log)
-    check_figures(second, Metrics().fold(log).run_metrics(), batches)
+    raw = [*first.events, events.RolledBack(first.engine.now(), void), *second.events]
+    check_run(second, batches + second.batches, raw)

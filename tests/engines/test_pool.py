@@ -532,14 +532,8 @@ def pools_that_lose_members(draw: st.DrawFn) -> tuple[Scenario, list[int], list[
 def test_what_must_hold_whatever_member_is_lost_and_when(drawn: tuple[Scenario, list[int], list[int | None]]) -> None:
     run = PoolRun(*drawn)
     try:
-        for version, batch in enumerate(run.batches_in_turn()):
-            invariants.check_batch(run, batch, version)
-        invariants.check_counts(run)
-        invariants.check_each_once(run, run.batches, run.events)
-        invariants.check_groups(run, run.batches, run.events)
-        invariants.check_cohort_gate(run, run.batches)
-        invariants.check_log(run, run.events)
-        invariants.check_figures(run, run.run_metrics, run.batches)
+        invariants.check_as_it_goes(run, version=0)
+        invariants.check_run(run, run.batches, run.events)
         assert run.run_metrics.rejected == run.run_metrics.failures == 0, "a loss uses up no retries"
     finally:
         run.pool.close()
