@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import scenarios
 from paced import PacedEngine
-from scenarios import Run, Scenario, peaceful, run, scenario
+from random_runs import peaceful
+from scenarios import Run, Scenario, run, scenario
 from sortedrl.core import (
     Batch,
     ConfigurationError,

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from invariants import EPSILON, check_as_it_goes, check_batch_sizes, check_run, checked_run, examples
-from scenarios import MODES, STEP_TIMES, Run, Scenario, peaceful, troubled
+from random_runs import peaceful, troubled
+from scenarios import MODES, STEP_TIMES, Run, Scenario
 from sortedrl.core import events
 from sortedrl.engines.step_time import StepTime
 

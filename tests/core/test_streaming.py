@@ -14,7 +14,8 @@ from hypothesis import given
 
 from invariants import checked_run, examples
 from paced import PATIENCE_SECONDS, PacedEngine
-from scenarios import STREAMABLE, Scenario, peaceful, run, troubled
+from random_runs import peaceful, troubled
+from scenarios import STREAMABLE, Scenario, run
 from sortedrl.core import Controller, EngineDied, EventLog, Prompts, Schedule, ScoreAtOnce, Strategy, events
 from sortedrl.core.buffer import Group
 from sortedrl.core.configuration import ConfigurationError

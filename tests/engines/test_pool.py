@@ -17,7 +17,8 @@ import invariants
 import scenarios
 from closing import closed_after
 from paced import PacedEngine
-from scenarios import Run, Scenario, peaceful
+from random_runs import peaceful
+from scenarios import Run, Scenario
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
 from sortedrl.core.engine import Engine, EngineBase, Failed, Finished, Preempted, Started

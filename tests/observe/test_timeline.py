@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scenarios import MODES, Run, Scenario, peaceful, run, troubled
+from random_runs import peaceful, troubled
+from scenarios import MODES, Run, Scenario, run
 from sortedrl.core.events import (
     Aborted,
     Event,

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from hypothesis import strategies as st
+
 from scenarios import (
     FILTER_ROUNDS,
     MODES,
@@ -130,6 +132,21 @@ class MortalPool(Mortal, WatchedPool):
         if self.died < min(len(self.deaths), self.replicas - 1) and self.calls >= self.deaths[self.died]:
             self.lose(self.died)
             self.died += 1
+
+
+def peaceful(modes: Sequence[str] = MODES) -> st.SearchStrategy[Scenario]:
+    """A random schedule in which everything arrives and nothing is lost: lengths with ties, ones and limit hits."""
+    return st.randoms(use_true_random=False).map(lambda rng: _drawn(rng, modes, troubled=False))
+
+
+def troubled(modes: Sequence[str] = MODES) -> st.SearchStrategy[Scenario]:
+    """A random schedule with late and missing scores, raising rewards, lost requests, prompts that are too long, full
+    memory, a learner that does not always publish, a run that ends early."""
+    return st.randoms(use_true_random=False).map(lambda rng: _drawn(rng, modes, troubled=True))
+
+
+def _drawn(rng: random.Random, modes: Sequence[str], *, troubled: bool) -> Scenario:
+    return _scenario(rng, _schedule(rng, rng.choice(modes)), troubled)
 
 
 def case_of(seed: int, *, with_turns: bool = False, with_filter: bool = False) -> Case:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hypothesis import strategies as st
-
 from sortedrl.core import (
     STRATEGIES,
     Answer,
@@ -421,71 +419,3 @@ def scenario(mode: str, lengths: list[int], *, slots: int = 4, **knobs: Any) -> 
     of_schedule.setdefault("prompts_per_cohort", None)
     of_schedule.setdefault("max_response_tokens", 100)
     return Scenario(schedule=Schedule(mode=mode, **of_schedule), lengths=tuple(lengths), slots=slots, **knobs)
-
-
-# Random schedules
-
-
-@st.composite
-def schedules(draw: st.DrawFn, mode: str) -> Schedule:
-    keeps_tokens = STRATEGIES[mode].keeps_tokens
-    per_prompt = draw(st.integers(1, 4))
-    per_update = draw(st.integers(1, 8))
-    fewest = -(-per_update // per_prompt)
-    bounds = st.integers(1, 3) if mode == "async-pool" else st.none() | st.integers(1, 3)
-    return Schedule(
-        mode=mode,
-        rollouts_per_update=per_update,
-        rollouts_per_prompt=per_prompt,
-        whole_groups=per_prompt > 1 and draw(st.booleans()),
-        prompts_per_cohort=draw(st.none() | st.integers(fewest, fewest + 8)),
-        oversubscribe=draw(st.sampled_from((None, None, 1.0, 1.3, 2.0))),
-        max_staleness=draw(bounds) if keeps_tokens else None,
-        max_response_tokens=draw(st.integers(1, 12)),
-        max_prompt_tokens=3,
-        max_wait_updates=draw(st.none() | st.integers(1, 3)),
-        max_retries=draw(st.integers(0, 2)),
-        score_wait_seconds=draw(st.sampled_from((0.0, 1.0, 6.0))),
-        keep_seed=draw(st.booleans()),
-        overlap=mode == "async-pool" or (keeps_tokens and draw(st.booleans())),
-        seed=draw(st.integers(0, 3)),
-    )
-
-
-@st.composite
-def peaceful(draw: st.DrawFn, modes: list[str] = MODES) -> Scenario:
-    """A random schedule in which everything arrives and nothing is lost: lengths with ties, ones and limit hits."""
-    longest = draw(st.sampled_from((1, 3, 15)))
-    return Scenario(
-        schedule=draw(schedules(draw(st.sampled_from(modes)))),
-        lengths=tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=20))),
-        redraws=draw(st.booleans()),
-        slots=draw(st.integers(1, 6)),
-        epochs=draw(st.integers(1, 3)),
-        shuffle=draw(st.booleans()),
-        step_time=draw(st.sampled_from(STEP_TIMES)),
-        weight_update_seconds=draw(st.sampled_from((0.0, 1.5))),
-        learner_seconds=draw(st.sampled_from((0.0, 0.7, 5.0))),
-    )
-
-
-@st.composite
-def troubled(draw: st.DrawFn, modes: list[str] = MODES) -> Scenario:
-    """A random schedule with late and missing scores, raising rewards, lost requests, prompts that are too long, full
-    memory, a learner that does not always publish, a run that ends early."""
-    calm = draw(peaceful(modes))
-    some_ids = st.frozensets(st.integers(0, 40), max_size=6)
-    return Scenario(
-        **{
-            **{name: getattr(calm, name) for name in Scenario.__dataclass_fields__},
-            "prompt_tokens": tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))),
-            "kv_tokens": draw(st.none() | st.integers(8, 60)),
-            "score_seconds": tuple(
-                draw(st.lists(st.sampled_from((0.0, 0.0, 0.5, 4.0, 30.0, NEVER)), min_size=1, max_size=4))
-            ),
-            "unscorable": draw(some_ids),
-            "lost_after": tuple(draw(st.lists(st.sampled_from((None, None, 0, 1, 3)), min_size=1, max_size=4))),
-            "max_updates": draw(st.none() | st.integers(1, 6)),
-            "silent_updates": draw(st.frozensets(st.integers(0, 8), max_size=4)),
-        }
-    )
