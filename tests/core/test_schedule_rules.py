@@ -40,6 +40,13 @@ def test_random_runs_that_are_resumed_with_other_slots_hold_to_the_rules() -> No
     assert changed > 20
 
 
+def test_random_runs_with_several_tokens_per_step_hold_to_the_rules() -> None:
+    """As with drafts."""
+    for seed in range(200):
+        case = case_of(seed, with_turns=seed % 2 == 0)
+        check_outcome(play(replace(case, tokens_per_step=2 + seed % 3)))
+
+
 @pytest.mark.parametrize("seed", [1344249316395445365])
 def test_runs_that_once_broke_a_rule(seed: int) -> None:
     """A resumed clock that rounding took back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multi_token import MultiTokenEngine
 from sortedrl.core.engine import Engine
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import StepTime
@@ -12,9 +13,10 @@ STEP_TIME = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefil
 
 class TestSimulated(EngineContract):
     kv_tokens: int | None = None
+    kind: type[SimulatedEngine] = SimulatedEngine
 
     def make_engine(self, slots: int) -> Engine:
-        return SimulatedEngine(
+        return self.kind(
             slots=slots,
             step_time=STEP_TIME,
             length_of=lambda request: 20 + request.seed % 13,
@@ -24,3 +26,11 @@ class TestSimulated(EngineContract):
 
 class TestSimulatedWithLittleMemory(TestSimulated):
     kv_tokens = 90
+
+
+class TestSeveralTokensPerStep(TestSimulated):
+    kind = MultiTokenEngine
+
+
+class TestSeveralTokensPerStepWithLittleMemory(TestSimulatedWithLittleMemory):
+    kind = MultiTokenEngine

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
+from multi_token import MultiTokenEngine
 from scenarios import (
     FILTER_ROUNDS,
     MODES,
@@ -53,6 +54,7 @@ class Case:
     endings: tuple[Ending, ...]  # of each life; the one after the last ending goes on to its end
     slots_of_later_lives: tuple[int, ...] = ()  # by turns; empty: those of the scenario
     deaths_in_pool: tuple[int, ...] | None = None  # calls after which an engine of a pool dies; None: one engine
+    tokens_per_step: int = 1  # of one engine, for each request
 
     @property
     def kinds(self) -> list[str]:
@@ -119,6 +121,10 @@ class Mortal(Watched):
 
 class MortalEngine(Mortal, WatchedEngine):
     """One engine."""
+
+
+class Drafting(Mortal, MultiTokenEngine):
+    """One engine with several tokens per step."""
 
 
 class MortalPool(Mortal, WatchedPool):
@@ -289,7 +295,10 @@ class Player:
         for place, ending in enumerate((*self.case.endings, Ending(NEVER, dies=True))):
             raw = self.outcome.raw
             deaths = self.case.deaths_in_pool
-            kind, more = (MortalEngine, {}) if deaths is None else (MortalPool, {"deaths": deaths})
+            more: dict[str, Any] = (
+                {"tokens_per_step": self.case.tokens_per_step} if deaths is None else {"deaths": deaths}
+            )
+            kind = MortalPool if deaths is not None else MortalEngine if self.case.tokens_per_step == 1 else Drafting
             engine_type = type("EndingEngine", (kind,), {"ending": ending, **more})
             life = Run(
                 self._scenario(place), state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type

@@ -143,5 +143,5 @@ def workload_line(settings: SimulatedSettings) -> str:
         f"updates of {simulated_schedule(settings).rollouts_needed}, "
         f"cohorts of {prompts_per_cohort(settings)} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
         f"seeds {' '.join(map(str, settings.seeds))}{more}"
-        f"{drafts_line(settings, step_time_of(settings), settings.most_slots_per_engine(), settings.long_context())}"
+        f"{drafts_line(settings, step_time_of(settings), settings.most_slots_per_engine(), settings.usual_context())}"
     )

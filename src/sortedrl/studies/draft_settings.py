@@ -46,7 +46,7 @@ def step_times_of(settings: SimulatedDraftSettings, plain: StepTime) -> tuple[St
 
 
 def with_settings_of(settings: SimulatedDraftSettings, plain: StepTime, slots: int, context: float) -> StepTime:
-    """`slots`: of one engine; `context`: tokens of a request while few run."""
+    """`slots`: of one engine; `context`: tokens of a running request."""
     if settings.drafts == "none":
         return plain
     return with_drafts(*step_times_of(settings, plain), settings.draft_acceptance, settings.drafts, slots, context)

@@ -182,9 +182,10 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
     def most_slots_per_engine(self) -> int:
         return max(even_split(self.slots, self.engines))
 
-    def long_context(self) -> float:
-        """Tokens of a request while few run: of the long responses, halfway."""
-        return self.prompt_tokens + self.response_limit() / 2
+    def usual_context(self) -> float:
+        """Tokens of a running request, roughly, if all slots are in use."""
+        replayed = self.replayed_lengths
+        return self.prompt_tokens + (self.median_length if replayed is None else replayed.longest / 4)
 
     def resolved_weight_update_seconds(self) -> float:
         """As set, or as measured by the profile."""
@@ -212,7 +213,7 @@ def simulated_workload(settings: SimulatedSettings) -> Workload:
     workload = Workload(
         lengths=length_of(settings),
         episodes=episodes_of(settings),
-        step_time=with_settings_of(settings, plain, slots, settings.long_context()),
+        step_time=with_settings_of(settings, plain, slots, settings.usual_context()),
         slots=settings.slots,
         engines=settings.engines,
         controllers=settings.controllers,
