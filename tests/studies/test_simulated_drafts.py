@@ -118,3 +118,14 @@ def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: An
     assert main(["simulate", "--modes", "baseline", "--cohorts", "1", *flags, "--draft-tokens", "2"]) == 2
     assert "measured with 3" in capsys.readouterr().err
     assert simulated(capsys, *flags)["goodput"] > 0
+
+
+def test_a_step_with_drafts_reads_each_context_at_least_once() -> None:
+    """Whatever noise makes of a few measurements."""
+    flat = tuple(replace(cell, step_seconds=0.02) for cell in cells(0.01))
+    measured = Profile(
+        "vllm", "m", 16, cells(0.01), 1e-5, 2048, 100_000, None, "here", draft_tokens=3, draft_cells=flat
+    )
+    drafted = measured.drafted_step_time()
+    assert drafted.per_cached_token == pytest.approx(1e-8)
+    assert drafted.at(15) + 1e-8 * 15 * (32 + 256) / 2 == pytest.approx(0.02)

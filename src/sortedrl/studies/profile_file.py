@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
@@ -42,7 +42,19 @@ class Profile:
     draft_cells: tuple[Cell, ...] = ()  # the same measured with drafts, per step
 
     def drafted_step_time(self) -> StepTime:
-        return self._fitted(self.draft_cells)
+        """A step with drafts reads each context at least once: it costs no less per cached token than one without."""
+        fitted, least = self._fitted(self.draft_cells), self._fitted(self.cells).per_cached_token
+        if fitted.per_cached_token >= least:
+            return fitted
+        levels = sorted({cell.running for cell in self.draft_cells})
+        steps = tuple(
+            (
+                running,
+                fmean(c.step_seconds - least * c.cached_tokens for c in self.draft_cells if c.running == running),
+            )
+            for running in levels
+        )
+        return replace(fitted, steps=steps, per_cached_token=least)
 
     def _fitted(self, cells: Sequence[Cell]) -> StepTime:
         points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in cells]
