@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from test_vllm_engine import TOLERANCE, Numbers, engine_of
+from test_vllm_engine import BASE, TOLERANCE, Numbers, engine_of
 from vllm.v1.sample import rejection_sampler
 
 from sortedrl.core.configuration import ConfigurationError
@@ -26,6 +26,7 @@ from sortedrl.engines.vllm import VllmEngine
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 from tiny_llama import ON_GPU, PROBES, logprobs_of, parted_after_a_load, shake, tiny_model
+from turns_on_engines import largest_gap_of_turns
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 SUFFIX = {
@@ -234,6 +235,15 @@ def test_reused_kv_belongs_to_accepted_tokens_only(tmp_path: Path, *, reuse_kv_c
     ledger.run()
     expected = logprobs_of(model)([*PROBES[0], *ledger.tokens(7)], ledger.tokens(8))
     assert ledger.logprobs(8) == pytest.approx(expected, abs=10 * TOLERANCE)
+    engine.close()
+
+
+def test_log_probabilities_are_the_learners_after_each_turn(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, tied=False)
+    engine = VllmEngine(
+        str(tmp_path), slots=3, eos_token_ids=[2, 3, 4, 5], max_length=256, speculative_config=SUFFIX, **BASE
+    )
+    assert largest_gap_of_turns(engine, model) < 10 * TOLERANCE
     engine.close()
 
 
