@@ -11,7 +11,7 @@ import pytest
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines import suffix_drafter
 from sortedrl.engines.speculative import own_drafter
-from sortedrl.engines.suffix_drafter import SuffixDrafter, longest_match
+from sortedrl.engines.suffix_drafter import SuffixDrafter, _Text, longest_match, places_in
 
 PROMPT = [1, 2, 3, 4]
 OTHER = [9, 8, 7]
@@ -38,15 +38,18 @@ def drafts(drafter: SuffixDrafter, *contexts: list[int], sampled: int = 1) -> li
 @pytest.mark.parametrize(
     ("text", "end", "expected"),
     [
-        ([5, 6, 7, 8, 6, 7, 9], [1, 6, 7], (2, 6)),  # the last of two
-        ([5, 6, 7, 8, 6, 7, 9], [5, 6, 7], (3, 3)),  # the longest
-        ([5, 6, 7], [6, 7], (0, 0)),  # nothing follows
-        ([5], [5], (0, 0)),
-        ([6, 7, 8], [4, 6, 7], (2, 2)),  # the text starts there
+        ([5, 6, 7, 8, 5, 6, 7, 9], [1, 5, 6, 7], (3, 7)),  # the last of two
+        ([4, 5, 6, 7, 8, 5, 6, 7, 9], [4, 5, 6, 7], (4, 4)),  # the longest
+        ([5, 6, 7], [5, 6, 7], (0, 0)),  # nothing follows
+        ([5], [5, 6, 7], (0, 0)),
+        ([6, 7, 8, 9], [4, 6, 7, 8], (3, 3)),  # the text starts there
+        ([6, 7, 9, 8], [6, 7, 8], (0, 0)),  # two tokens are too few
     ],
 )
 def test_the_longest_end_that_occurs_is_found(text: list[int], end: list[int], expected: tuple[int, int]) -> None:
-    assert longest_match(np.array(text, np.int32), np.array(end, np.int32)) == expected
+    tokens, sought = np.array(text, np.int32), np.array(end, np.int32)
+    for places in (places_in(tokens, sought), _Text(tokens).places(sought)):
+        assert longest_match(tokens, sought, places) == expected
 
 
 def test_what_followed_in_another_response_is_drafted_and_counted_by_source() -> None:

@@ -89,11 +89,6 @@ class DraftCounts:
         self.tokens[running] = self.tokens.get(running, 0) + made
         self.accepted += made - sum(1 for tokens in sampled if tokens)
 
-    @property
-    def acceptance(self) -> float:
-        """Accepted drafted tokens per drafted token."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
 
 class Drafter:
     """A drafter for `speculative_config`: {"method": "custom_class", "model": "module.Class", ...}.

@@ -13,15 +13,16 @@ draft, nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from sortedrl.engines.speculative import Drafter
 
-LONGEST_MATCH = 16
+LONGEST_MATCH = 8
 SHORTEST_MATCH = 3  # of fewer tokens too few drafts are accepted
+TOKEN_BITS = 63 // SHORTEST_MATCH
 RESPONSES_PER_PROMPT = 16
 MOST_TOKENS = 50_000_000  # of all responses: 200 MB
 NOTHING = np.zeros(0, np.int32)
@@ -77,9 +78,9 @@ class SuffixDrafter(Drafter):
         return next((start for start in starts if start in self._known), None)
 
     def _drafted(self, row: _Row) -> list[int]:
-        end, best, found = row.context[-LONGEST_MATCH:], SHORTEST_MATCH - 1, NOTHING
-        for text, source in self._texts(row):
-            length, follows = longest_match(text, end)
+        end, best, found = row.context[-LONGEST_MATCH:], 0, NOTHING
+        for text, places, source in self._matches(row, end):
+            length, follows = longest_match(text, end, places)
             if length > best:
                 best, found, row.source = length, text[follows : follows + self.tokens], source
         draft = found[: np.argmax(found == BETWEEN) if BETWEEN in found else None].tolist()
@@ -87,30 +88,68 @@ class SuffixDrafter(Drafter):
             self.by_source[f"{row.source} drafted"] += len(draft)
         return list(draft)
 
-    def _texts(self, row: _Row) -> list[tuple[np.ndarray, str]]:
-        texts = [(row.context, "itself")]
+    def _matches(self, row: _Row, end: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, str]]:
+        """Texts in which the last tokens occur: the places of the last one, and the source."""
+        if len(end) < SHORTEST_MATCH:
+            return
+        yield row.context, places_in(row.context, end), "itself"
         if row.prompt is None:
-            return texts
+            return
         start = max(0, len(row.prompt) // NOTHING.itemsize - LONGEST_MATCH)
-        running = [other.context[start:] for other in self._rows if other is not row and other.prompt == row.prompt]
-        delivered = self._known.get(row.prompt) or _Delivered()
-        return [*texts, *((text, "running") for text in running), *delivered.texts()]
+        for other in self._rows:
+            if other is not row and other.prompt == row.prompt:
+                yield other.context[start:], places_in(other.context[start:], end), "running"
+        if (delivered := self._known.get(row.prompt)) is not None:
+            for text, source in delivered.texts():
+                yield text.tokens, text.places(end), source
 
 
-def longest_match(text: np.ndarray, end: np.ndarray) -> tuple[int, int]:
-    """The longest end of `end` that occurs in `text` with a token after it: its length, and the place of that token.
+def places_in(text: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Where the last `SHORTEST_MATCH` tokens of `end` occur in `text` with a token after them: places of the last."""
+    ends = len(text) - SHORTEST_MATCH
+    if ends < 1:
+        return NOTHING
+    same = [text[back : back + ends] == end[back - SHORTEST_MATCH] for back in range(SHORTEST_MATCH)]
+    return np.flatnonzero(np.logical_and.reduce(same)) + SHORTEST_MATCH - 1
 
-    Of several, the last one.
-    """
-    places = np.flatnonzero(text[:-1] == end[-1])
-    length = 0
-    while len(places):
-        length, last = length + 1, int(places[-1])
-        if length == len(end):
-            break
+
+def longest_match(text: np.ndarray, end: np.ndarray, places: np.ndarray) -> tuple[int, int]:
+    """The longest end of `end` that occurs in `text`, at one of `places`, the last one of several: its length, and the
+    place after it."""
+    if not len(places):
+        return 0, 0
+    length, last = SHORTEST_MATCH, int(places[-1])
+    while length < len(end):
         places = places[places >= length]
         places = places[text[places - length] == end[-1 - length]]
-    return (length, last + 1) if length else (0, 0)
+        if not len(places):
+            break
+        length, last = length + 1, int(places[-1])
+    return length, last + 1
+
+
+class _Text:
+    """A text that does not change, with an index by `SHORTEST_MATCH` tokens: it may be long."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+        keys = _keys(tokens[:-1])
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+
+    def places(self, end: np.ndarray) -> np.ndarray:
+        key = _keys(end[-SHORTEST_MATCH:])[0]
+        first, after = np.searchsorted(self._sorted, [key, key + 1])
+        return self._order[first:after] + SHORTEST_MATCH - 1
+
+
+def _keys(tokens: np.ndarray) -> np.ndarray:
+    """A number for each run of `SHORTEST_MATCH` tokens."""
+    count = max(0, len(tokens) - SHORTEST_MATCH + 1)
+    keys = np.zeros(count, np.int64)
+    for back in range(SHORTEST_MATCH):
+        keys = (keys << TOKEN_BITS) + (tokens[back : back + count] + 1)  # BETWEEN is 0
+    return keys
 
 
 class _Row:
@@ -131,7 +170,7 @@ class _Delivered:
 
     def __init__(self) -> None:
         self._responses: list[tuple[np.ndarray, str]] = []
-        self._texts: list[tuple[np.ndarray, str]] | None = None
+        self._texts: list[tuple[_Text, str]] | None = None
 
     @property
     def tokens(self) -> int:
@@ -144,10 +183,10 @@ class _Delivered:
         self._texts = None
         return self.tokens - before
 
-    def texts(self) -> list[tuple[np.ndarray, str]]:
+    def texts(self) -> list[tuple[_Text, str]]:
         if self._texts is None:
             by_source: dict[str, list[np.ndarray]] = {}
             for response, source in self._responses:
                 by_source.setdefault(source, []).extend((response, np.full(1, BETWEEN, np.int32)))
-            self._texts = [(np.concatenate(parts), source) for source, parts in by_source.items()]
+            self._texts = [(_Text(np.concatenate(parts)), source) for source, parts in by_source.items()]
         return self._texts
