@@ -14,7 +14,8 @@ import pytest
 import verl_config
 from cpu_backend import DIES_AFTER, LOSES_WEIGHTS
 from data import write
-from test_verl_job import PROMPTS, SIBLINGS, check_log, command_of, job, run, staleness
+from dialogue import dialogue_model, write_dialogue
+from test_verl_job import PROMPTS, SIBLINGS, TOOLS, check_log, check_turns, command_of, job, run, staleness
 
 from sortedrl.core import events
 from sortedrl.log.reading import read_events
@@ -30,6 +31,14 @@ COHORT = 4 * PROMPTS * SIBLINGS
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write(folder, KnightsAndKnaves.small(count=200), held_out=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dialogue")
+    write_dialogue(folder, count=200)
+    dialogue_model(folder / "model")
     return folder
 
 
@@ -104,6 +113,14 @@ def test_twenty_updates_with_overlap_and_a_killed_trainer(data: Path, tmp_path: 
     assert set(range(4 * COHORT)) <= set(trained), "nothing was lost"
     assert [event.rollouts for event in updates_in(log)[:saved]] == [event.rollouts for event in before[:saved]]
     assert not any(isinstance(event, events.Rejected) for event in log)
+
+
+def test_tools_with_overlap(dialogue: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run("partial", dialogue, out, "--override", *SEPARATE, *TOOLS, steps=5, model=dialogue / "model")
+    log = check_log(out, updates=5)
+    check_turns(log)
+    assert generates_during_steps(log) and max(staleness(log)) <= 4
 
 
 def test_a_server_that_dies_ends_the_job_and_a_resumed_one_loses_nothing(

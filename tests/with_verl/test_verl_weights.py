@@ -87,7 +87,7 @@ def test_with_overlap_other_rollouts_are_checked_if_the_batch_has_nothing_to_com
 
 @pytest.mark.parametrize("difference", [0.01, None])
 def test_a_check_is_waited_for_only_after_updates_without_one(
-    difference: float | None, monkeypatch: pytest.MonkeyPatch
+    difference: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(weight_check, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(weight_check, "MOST_SECONDS", 0.2)
@@ -97,6 +97,7 @@ def test_a_check_is_waited_for_only_after_updates_without_one(
         assert others.check(None) is None and finished.looked == looked
     assert others.check(None) == difference, "too few tokens to compare do not hold up the run for longer"
     assert finished.looked >= 20
+    assert ("not checked in the last 4 updates" in caplog.text) == (difference is None)
 
 
 def test_a_large_update_is_checked_in_part() -> None:

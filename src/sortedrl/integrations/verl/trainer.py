@@ -51,7 +51,7 @@ from sortedrl.integrations.verl.prompts import DatasetPrompts
 from sortedrl.integrations.verl.pump import Pump
 from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
-from sortedrl.integrations.verl.weight_check import Fresh, OtherRollouts, check_weights, fresh_responses
+from sortedrl.integrations.verl.weight_check import MOST_OTHERS, Fresh, OtherRollouts, check_weights, fresh_responses
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
@@ -247,7 +247,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             assert self.controller is not None
             live, version = self.controller.live, self.controller.version
             finished = [(live[id], loop.keys) for id, loop in self.engine.loops.items() if id in live and loop.keys]
-            fresh = fresh_responses(finished, version)
+            fresh = fresh_responses(finished, version, most=max(MOST_OTHERS, self._ranks))
             fresh = fresh[: len(fresh) - len(fresh) % self._ranks]
             return [response._replace(key=copy) for response, copy in zip(fresh, _copies(fresh), strict=True)]
 

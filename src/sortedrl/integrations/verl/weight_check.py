@@ -12,6 +12,7 @@ finished rollouts are checked (`OtherRollouts`), which the learner scores in add
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ from typing import NamedTuple
 from sortedrl.core.rollout import Rollout
 from sortedrl.engines.checked_weights import WeightsDiffer
 
+_log = logging.getLogger(__name__)
 CERTAIN = -0.1  # nats: a token is uncertain if server or learner gives it less
 LEAST_TOKENS = 16  # uncertain ones, for a median
 MOST_RESPONSES = 64  # checked per update
+MOST_OTHERS = 16  # of those that the learner scores in addition
 TOLERANCE = 0.1  # nats per token
 MAX_FRACTION = 0.1  # of the medians: a few may differ by rounding
 MOST_UNCHECKED = 3  # updates, before a check is waited for
@@ -63,13 +66,21 @@ class OtherRollouts:
                     break
                 time.sleep(POLL_SECONDS)
         self._unchecked = 0 if difference is not None else self._unchecked + 1
+        if self._unchecked > MOST_UNCHECKED:
+            _log.warning(
+                "the servers' weights were not checked in the last %d updates: no response with tokens of the current "
+                "weights ended in time",
+                self._unchecked,
+            )
         return difference
 
 
-def fresh_responses(rollouts: Sequence[tuple[Rollout, Sequence[str]]], version: int) -> list[Fresh]:
+def fresh_responses(
+    rollouts: Sequence[tuple[Rollout, Sequence[str]]], version: int, most: int = MOST_RESPONSES
+) -> list[Fresh]:
     """Of rollouts with one trajectory each; if there are many, of some of all lengths."""
     rollouts = [(rollout, keys) for rollout, keys in rollouts if any(s.version == version for s in rollout.segments)]
-    step = math.ceil(len(rollouts) / MOST_RESPONSES)
+    step = math.ceil(len(rollouts) / most)
     found: list[Fresh] = []
     for rollout, keys in rollouts[::step] if step else ():
         of_policy = zip(rollout.versions, rollout.mask, strict=True)
