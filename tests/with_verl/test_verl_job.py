@@ -63,8 +63,13 @@ def command_of(
 
 
 def job(setting: str, data: Path, out: Path, *more: str, **sizes: Any) -> subprocess.CompletedProcess[str]:
+    """verl chooses free ports seconds before it uses them: if another process takes one meanwhile, it starts again."""
     command = command_of(setting, data, out, *more, **sizes)
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "EADDRINUSE" not in done.stdout + done.stderr:
+            break
+    return done
 
 
 def run(setting: str, data: Path, out: Path, *more: str, **sizes: Any) -> dict[str, Any]:
