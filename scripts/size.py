@@ -20,7 +20,7 @@ BOUNDS = {
     "lines of the reading path": 3_280,
     "lines of tests": 39_700,
     "lines of the longest file in src": 450,
-    "words of docs": 29_350,
+    "words of docs": 29_400,
     "lines of README": 90,
 }
 
