@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from small_trl_runs import GROUP, config, events_in, model, questions, trainer_for, updates_in, weights_of
 from sortedrl.core import Failed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Regenerated, Rejected, Scored
@@ -28,7 +29,6 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.models import BUILT_IN_MODEL
-from trl_runs import GROUP, config, events_in, model, questions, trainer_for, updates_in, weights_of
 
 MODES = (
     *("partial+elevator", "on-policy"),

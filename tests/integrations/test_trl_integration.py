@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from small_trl_runs import GROUP, Recorder, config, events_in, model, questions, trainer_for, updates_in, weights_of
 from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineSpec
@@ -39,7 +40,6 @@ from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.timeline import slot_counts
-from trl_runs import GROUP, Recorder, config, events_in, model, questions, trainer_for, updates_in, weights_of
 
 QUICK_MODES = ("on-policy", "partial+elevator")
 OTHER_MODES = ("baseline", "cohort-at-once", "on-policy+planned", "partial", "partial+planned", "partial+lookahead")
