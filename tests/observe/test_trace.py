@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chromium import Chromium, chromium_or_skip
-from scenarios import MODES, STREAMABLE, Run, Scenario, run, troubled
+from random_runs import troubled
+from scenarios import MODES, STREAMABLE, Run, Scenario, run
 from sortedrl.cli import main
 from sortedrl.core.events import Event, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt

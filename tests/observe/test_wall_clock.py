@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from scenarios import MODES, EnvironmentCall, Run, Scenario, scenario, troubled
+from random_runs import troubled
+from scenarios import MODES, EnvironmentCall, Run, Scenario, scenario
 from sortedrl import Schedule
 from sortedrl.core.controller import Controller
 from sortedrl.core.events import (

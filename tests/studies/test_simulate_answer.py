@@ -274,7 +274,7 @@ def test_slots_far_beyond_the_update_are_noted() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "35 of 40 with a learner, 9 to 14 % off in the other five (docs/results.md). h200-8b is a preset:"),
+        ([], "38 of 43 with a learner, 9 to 14 % off in the other five (docs/results.md). h200-8b is a preset:"),
         (["--turns", "3", "--median-length", "60"], "up to 9 % off with five turns if returns were timed"),
     ],
 )
