@@ -1,4 +1,4 @@
-"""Runs a script with FSDP2 or ZeRO-3 on the CPU, which accelerate activates only on GPUs.
+"""Runs a script with FSDP2 or ZeRO on the CPU, which accelerate activates only on GPUs.
 
 `fsdp_on_cpu.py SCRIPT ARGUMENTS`, with the variables that `accelerate launch` sets: ACCELERATE_USE_FSDP, FSDP_*,
 ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_*.

@@ -27,8 +27,12 @@ def start(
     )
 
 
-def run(script: str | Path, *arguments: str, seconds: float = 240, **options: Any) -> str:
-    """Its output. Fails if a process fails."""
+def run(script: str | Path, *arguments: str, seconds: float = 480, **options: Any) -> str:
+    """Its output. Fails if a process fails.
+
+    On a CPU, DeepSpeed compiles an extension at its first start, for 2 to 3 minutes. If it is killed during that time,
+    its lock file remains, and all later starts wait for it forever.
+    """
     started = start(script, *arguments, **options)
     try:
         output, _ = started.communicate(timeout=seconds)
