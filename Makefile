@@ -34,7 +34,7 @@ quick-tests: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-slow: setup
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # The CPU build of vLLM wants an older transformers than the rest. What torch brings beside itself does not fit it.
 VLLM := .venv-vllm/bin
