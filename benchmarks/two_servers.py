@@ -2,6 +2,7 @@
 
 python benchmarks/two_servers.py OUT                # OUT/profile.json of the pool, OUT/*.json of sortedrl bench
 python benchmarks/two_servers.py OUT --engines 1    # a bench of one engine
+python benchmarks/two_servers.py benchmarks/measured/h200-two-servers --profile-of-one profile-0.json
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--profile-of-one", metavar="FILE", help="in OUT: of one engine, instead of the pool's")
     arguments = parser.parse_args()
-    profile = profile_of_one(profile_file.read(arguments.out / "profile.json"), arguments.engines)
+    if arguments.profile_of_one:
+        profile = profile_file.read(arguments.out / arguments.profile_of_one)
+    else:
+        profile = profile_of_one(profile_file.read(arguments.out / "profile.json"), arguments.engines)
     for path in sorted(arguments.out.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         for mode, found in written.get("modes", {}).items():

@@ -272,6 +272,25 @@ def test_all_engines_share_one_thread_that_outlives_any_of_them() -> None:
     assert threading.active_count() == before
 
 
+def test_the_end_of_the_thread_is_the_end_of_its_engines_but_not_of_later_ones() -> None:
+    server = stand_in()
+    engine = SglangEngine(server.url, slots=1, eos_token_ids=[7])
+    engine.submit([endless(0, 200)])
+
+    def leave() -> None:
+        raise SystemExit
+
+    engine._loop.call_soon_threadsafe(leave)
+    with pytest.raises(EngineDied, match="thread has ended"):
+        while True:
+            engine.poll(engine.now() + 20)
+    engine.close()
+    later = SglangEngine(server.url, slots=1, eos_token_ids=[7])
+    later.submit([endless(0, 2)])
+    assert later.poll()
+    later.close()
+
+
 def test_a_server_that_is_not_there_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match=r"url = 'http://127.0.0.1:9': no server answers there"):
         SglangEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[])

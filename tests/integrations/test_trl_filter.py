@@ -15,8 +15,6 @@ pytest.importorskip("trl")
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from small_trl_runs import GROUP, config, events_in, model, questions, trainer_for, updates_in, weights_of
@@ -28,23 +26,12 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
-from sortedrl.models import BUILT_IN_MODEL
 
 MODES = (
     *("partial+elevator", "on-policy"),
     *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("baseline", "partial", "partial+lookahead")),
 )
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    disable_progress_bar()
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def filtered(mode: str = "partial+elevator", **fields: Any) -> Schedule:

@@ -17,8 +17,7 @@ pytest.importorskip("trl")
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
+from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from small_trl_runs import GROUP, Recorder, config, events_in, model, questions, trainer_for, updates_in, weights_of
@@ -44,17 +43,7 @@ from sortedrl.observe.timeline import slot_counts
 QUICK_MODES = ("on-policy", "partial+elevator")
 OTHER_MODES = ("baseline", "cohort-at-once", "on-policy+planned", "partial", "partial+planned", "partial+lookahead")
 MODES = (*QUICK_MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHER_MODES))
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    disable_progress_bar()
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # Rows

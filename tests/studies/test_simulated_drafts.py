@@ -121,7 +121,7 @@ def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: An
 
 
 def test_a_step_with_drafts_reads_each_context_at_least_once() -> None:
-    """Whatever noise makes of a few measurements."""
+    """Even if a few measurements are mostly noise."""
     flat = tuple(replace(cell, step_seconds=0.02) for cell in cells(0.01))
     measured = Profile(
         "vllm", "m", 16, cells(0.01), 1e-5, 2048, 100_000, None, "here", draft_tokens=3, draft_cells=flat

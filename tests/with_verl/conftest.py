@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from own_ray import own_cluster
 
 HERE = Path(__file__).resolve().parent
@@ -27,3 +29,25 @@ else:  # before verl is imported, here and in Ray's processes
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from data import write
+
+    from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
+
+    folder = tmp_path_factory.mktemp("data")
+    write(folder, KnightsAndKnaves.small(count=200), held_out=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a model."""
+    from dialogue import dialogue_model, write_dialogue
+
+    folder = tmp_path_factory.mktemp("dialogue")
+    write_dialogue(folder, count=200)
+    dialogue_model(folder / "model")
+    return folder

@@ -16,15 +16,13 @@ from typing import Any
 import pandas
 import pytest
 from cpu_backend import LOSES_WEIGHTS
-from data import write
-from dialogue import HERE, TOOL_AGENT, dialogue_model, write_dialogue
+from dialogue import HERE, TOOL_AGENT
 from verl_config import JOB, MODEL
 
 from sortedrl.core import events
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
-from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
 pytestmark = pytest.mark.slow
 PROMPTS, SIBLINGS, SLOTS = 4, 2, 4
@@ -34,22 +32,6 @@ TOOLS = [
     f"reward.custom_reward_function.path={HERE / 'dialogue_reward.py'}",
 ]
 TWO_MINI_BATCHES = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write(folder, KnightsAndKnaves.small(count=200), held_out=4)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a model."""
-    folder = tmp_path_factory.mktemp("dialogue")
-    write_dialogue(folder, count=200)
-    dialogue_model(folder / "model")
-    return folder
 
 
 def command_of(

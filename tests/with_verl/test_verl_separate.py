@@ -13,33 +13,15 @@ from pathlib import Path
 import pytest
 import verl_config
 from cpu_backend import DIES_AFTER, LOSES_WEIGHTS
-from data import write
-from dialogue import dialogue_model, write_dialogue
 from test_verl_job import PROMPTS, SIBLINGS, TOOLS, check_log, check_turns, command_of, job, run, staleness
 
 from sortedrl.core import events
 from sortedrl.log.reading import read_events
-from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 
 pytestmark = pytest.mark.slow
 SEPARATE = [*verl_config.SEPARATE, "ray_kwargs.ray_init.num_gpus=3"]
 RESUME = "trainer.resume_mode=auto"
 COHORT = 4 * PROMPTS * SIBLINGS
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write(folder, KnightsAndKnaves.small(count=200), held_out=4)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dialogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dialogue")
-    write_dialogue(folder, count=200)
-    dialogue_model(folder / "model")
-    return folder
 
 
 def updates_in(log: list[events.Event]) -> list[events.Updated]:

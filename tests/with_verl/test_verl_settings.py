@@ -180,7 +180,7 @@ ENGINES = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", [[], [*SEPARATE, f"{ROLLOUT}.nnodes=2", f"{ROLLOUT}.n_gpus_per_node=8"]])
 def test_the_mode_composes_with_verls_training_engines(engine: str, layout: list[str]) -> None:
-    """Only composed, not run: the keys that the mode adds to a job of verl are ours, whatever trains."""
+    """Only composed, not run: the keys that the mode adds to a job of verl are ours, with every training engine."""
     more = [*ENGINES[engine], *layout, "trainer.experiment_name=same"]
     left_out = ["actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config"]
     plain, ours = (compose(setting, *more, leave_out=left_out) for setting in ("colocate_async", "partial"))

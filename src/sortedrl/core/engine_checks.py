@@ -18,7 +18,7 @@ class NoChanges(UserError, TypeError):
 
 
 class CheckedEngine(ForwardingEngine):
-    """Refuses whatever an engine returns but lists of changes. Their content is checked in engine_reports.py."""
+    """Refuses everything that an engine returns but lists of changes. Their content is checked in engine_reports.py."""
 
     def poll(self, until: float | None = None) -> list[Change]:
         return checked_changes(self.inner, "poll", self.inner.poll(until))

@@ -145,7 +145,7 @@ def own_drafter(drafter: Any, draft_up_to: int | None) -> Drafter | None:
 
 
 class RepeatLast(Drafter):
-    """Drafts the last token again: for measurements of what drafts cost, whatever becomes of them."""
+    """Drafts the last token again: for measurements of what drafts cost, accepted or not."""
 
     def drafts(self, sampled: Sequence[Sequence[int]], contexts: Sequence[np.ndarray]) -> list[list[int]]:
         return [self.tokens * [made[-1]] if made else [] for made in sampled]

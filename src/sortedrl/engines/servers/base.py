@@ -213,7 +213,8 @@ class HttpEngine(ServerStreams, EngineBase):
         """End what is under way; the server keeps running."""
         if not self._is_closed:
             self._is_closed = True
-            self._result_of(self._shut())
+            if not self._background.has_ended:
+                self._result_of(self._shut())
             self._background.leave()
 
     def _raise_if_dead(self) -> None:
@@ -221,7 +222,7 @@ class HttpEngine(ServerStreams, EngineBase):
             raise EngineDied(f"{self.url}: {self._outbox.death}")
 
     def _result_of(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._background.has_left:
+        if self._background.has_ended:
             work.close()
             raise RuntimeError(f"the engine of {self.url} is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

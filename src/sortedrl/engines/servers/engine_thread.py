@@ -91,10 +91,7 @@ class Outbox:
 
 
 class _LoopThread:
-    """One event loop in one thread for all engines: it starts with the first of them and ends with the last.
-
-    With a thread each, many engines would spend their time handing the interpreter's lock around.
-    """
+    """For all engines, from the first to the last: with a thread each they would mostly wait for Python's lock."""
 
     _now: _LoopThread | None = None
     _starting_or_ending = threading.Lock()
@@ -109,25 +106,25 @@ class _LoopThread:
     @classmethod
     def joined_by(cls, user: BackgroundTasks) -> _LoopThread:
         with cls._starting_or_ending:
-            cls._now = cls._now or cls()
+            if cls._now is None or not cls._now._thread.is_alive():
+                cls._now = cls()
             cls._now.users.append(user)
             return cls._now
 
-    @classmethod
-    def left_by(cls, user: BackgroundTasks) -> None:
-        with cls._starting_or_ending:
-            now = cls._now
-            assert now is not None
-            now.users.remove(user)
-            if not now.users:
-                cls._now = None
-                now.loop.call_soon_threadsafe(now.loop.stop)
-                now._thread.join()
+    def left_by(self, user: BackgroundTasks) -> None:
+        with self._starting_or_ending:
+            self.users.remove(user)
+            if not self.users and self._thread.is_alive():
+                _LoopThread._now = None
+                self.loop.call_soon_threadsafe(self.loop.stop)
+                self._thread.join()
 
     def _run(self) -> None:
         try:
             self.loop.run_forever()
         finally:
+            for user in list(self.users):  # a callback raised SystemExit: nobody would hear of it
+                user.end("the engine's thread has ended")
             self.loop.close()  # and with it three file descriptors
 
     def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -146,13 +143,17 @@ class BackgroundTasks:
         self._name = name
         self._failed = failed
         self.running: set[asyncio.Task[Any]] = set()
-        self.has_left = False
-        self.loop = _LoopThread.joined_by(self).loop
+        self.has_ended = False
+        self._thread = _LoopThread.joined_by(self)
+        self.loop = self._thread.loop
 
-    def leave(self) -> None:
-        """No task follows. With the last engine, the thread ends."""
-        self.has_left = True
-        _LoopThread.left_by(self)
+    def leave(self) -> None:  # with the last engine, the thread ends
+        self.has_ended = True
+        self._thread.left_by(self)
+
+    def end(self, reason: str) -> None:  # the thread ended first
+        self.has_ended = True
+        self._failed(reason)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = self.loop.create_task(work)

@@ -14,9 +14,14 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-import msgspec
-
 from sortedrl.core.checkpoint import HIGHEST_LOGPROB, LOWEST_LOGPROB
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.settings.install_hint import install_hint
+
+try:
+    import msgspec
+except ImportError:
+    raise ConfigurationError("msgspec", None, "it is not installed", f"{install_hint('http')}.") from None
 
 REQUESTS_OWN = frozenset({400, 404, 413, 422})  # all other statuses are about the server, or may be
 BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})  # certainly about the server

@@ -1,5 +1,4 @@
-"""The life of each request at an inference server, from the first to the last message, in one thread for all
-servers (asyncio).
+"""The life of each request at an inference server, from the first to the last message (asyncio, one thread).
 
 - **Running**: sent requests count as running. Once per second the server is asked how many it is running; if that is
   fewer than were sent (KV cache full), those silent the longest are reported as preempted until they produce tokens

@@ -1,7 +1,7 @@
 """The thread that owns the controller and the engine: verl's trainer hands it work and waits for the result.
 
-With overlap it generates between two pieces of work, so the servers are busy while the learner computes. Whatever the
-work is, a batch, a publish or a checkpoint, no other thread touches the scheduler meanwhile.
+With overlap it generates between two pieces of work, so the servers are busy while the learner computes. While
+it composes a batch, publishes or saves, no other thread touches the scheduler.
 """
 
 from __future__ import annotations

@@ -1,0 +1,25 @@
+"""What tests of the TRL adapter share. Imports are inside: TRL may be missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def quiet() -> None:
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    from sortedrl.models import BUILT_IN_MODEL
+
+    return AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
