@@ -830,22 +830,23 @@ def test_an_engine_with_noise_of_its_own_gets_the_seed_of_the_run(tokenizer: Any
 # Several processes
 
 TWO_PROCESSES = """
-import importlib.util, json
-from functools import cache
+import json
 from pathlib import Path
 
-found = importlib.util.spec_from_file_location("here", {test_file!r})
-here = importlib.util.module_from_spec(found)
-found.loader.exec_module(here)
+import torch
+from transformers import AutoTokenizer
 
-here.torch.set_num_threads(1)
+from small_trl_runs import Recorder, config, trainer_for, weights_of
+from sortedrl.models import BUILT_IN_MODEL
+
+torch.set_num_threads(1)
 folder = Path({folder!r})
-args = here.config(folder, max_steps={steps}, ddp_backend="gloo", save_strategy="steps", save_steps=2)
-tokenizer = here.AutoTokenizer.from_pretrained(here.BUILT_IN_MODEL)
-recorder = here.Recorder()
-trainer = here.trainer_for(folder, tokenizer, args=args, schedule={mode!r}, reward_funcs=recorder)
+args = config(folder, max_steps={steps}, ddp_backend="gloo", save_strategy="steps", save_steps=2)
+recorder = Recorder()
+tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+trainer = trainer_for(folder, tokenizer, args=args, schedule={mode!r}, reward_funcs=recorder)
 trainer.train(resume_from_checkpoint={resume!r})
-checksum = sum(float(value.double().abs().sum()) for value in here.weights_of(trainer).values())
+checksum = sum(float(value.double().abs().sum()) for value in weights_of(trainer).values())
 told = {{"checksum": checksum, "processes": trainer.accelerator.num_processes, "numbers": recorder.numbers}}
 (folder / f"told-{{trainer.accelerator.process_index}}.json").write_text(json.dumps(told))
 """
@@ -853,9 +854,7 @@ told = {{"checksum": checksum, "processes": trainer.accelerator.num_processes, "
 
 def run_two_processes(folder: Path, mode: str, steps: int, resume: str | None = None) -> list[dict[str, Any]]:
     script = folder / "script.py"
-    script.write_text(
-        TWO_PROCESSES.format(test_file=__file__, folder=str(folder), mode=mode, steps=steps, resume=resume)
-    )
+    script.write_text(TWO_PROCESSES.format(folder=str(folder), mode=mode, steps=steps, resume=resume))
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
     done = subprocess.run(
         [*launch, "--standalone", str(script)],
