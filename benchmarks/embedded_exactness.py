@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from embedded_speed import MODELS, make_workload
 
-from sortedrl.core.engine import Finished, Request, Tokens
+from sortedrl.core.engine import Request, RequestFinished, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 
@@ -45,7 +45,7 @@ def _run(
         for change in changes:
             if isinstance(change, Tokens):
                 made[change.id].append(change.segment)
-            elif isinstance(change, Finished):
+            elif isinstance(change, RequestFinished):
                 open_ids.remove(change.id)
         again = [id for id in chosen if id in open_ids]
         if stops is not None:

@@ -38,7 +38,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from sortedrl.core.engine import Finished, Request, Tokens
+from sortedrl.core.engine import Request, RequestFinished, Tokens
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 
@@ -118,7 +118,7 @@ def run_embedded(engine: EmbeddedEngine, work: Workload) -> int:
         for change in engine.poll():
             if isinstance(change, Tokens):
                 made += len(change.segment)
-            elif isinstance(change, Finished):
+            elif isinstance(change, RequestFinished):
                 finished += 1
     return made
 

@@ -16,7 +16,7 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
-from sortedrl.core.engine import Finished, Request, Tokens
+from sortedrl.core.engine import Request, RequestFinished, Tokens
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.vllm import VllmServerEngine
@@ -89,7 +89,7 @@ def measured(engines: int, streams: int, messages: int) -> tuple[int, float, flo
     while ended < streams:
         changes = pool.poll()
         taken += sum(isinstance(change, Tokens) for change in changes)
-        ended += sum(isinstance(change, Finished) for change in changes)
+        ended += sum(isinstance(change, RequestFinished) for change in changes)
     found = taken, time.process_time() - cpu, time.perf_counter() - began
     pool.close()
     servers.terminate()

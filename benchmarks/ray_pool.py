@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, Request, Schedule, ScoreAtOnce
-from sortedrl.core.engine import Change, Finished, Started, Tokens
+from sortedrl.core.engine import Change, RequestFinished, RequestStarted, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.integrations.ray import RayPool
 
@@ -70,7 +70,7 @@ class TickingEngine:
             request = self._queue.popleft()
             self._running[request.id] = request
             self._made[request.id] = request.prefix_length
-            self._changes.append(Started(request.id, self.now()))
+            self._changes.append(RequestStarted(request.id, self.now()))
 
     def _tick(self) -> None:
         now = self.now()
@@ -81,7 +81,7 @@ class TickingEngine:
             self._changes.append(Tokens(id, now, Segment([position], [-1.0], self._version)))
             if position + 1 >= 100 + request.seed % 800:
                 del self._running[id], self._made[id]
-                self._changes.append(Finished(id, now, truncated=False))
+                self._changes.append(RequestFinished(id, now, truncated=False))
         self._admit()
 
     def _report(self) -> list[Change]:

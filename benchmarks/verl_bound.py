@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.rollout import Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
@@ -81,11 +81,11 @@ class Verl:
 
     def take(self, changes: Iterable[Change]) -> None:
         for change in changes:
-            assert not isinstance(change, Failed)
+            assert not isinstance(change, RequestFailed)
             if isinstance(change, Tokens):
                 self.segments[change.id].append(change.segment)
                 self.result.made_tokens += len(change.segment)
-            elif isinstance(change, Finished):
+            elif isinstance(change, RequestFinished):
                 del self.open[change.id]
                 self.unfinished[change.id // GROUP] -= 1
 

@@ -11,7 +11,7 @@ import random
 from collections import deque
 
 from sortedrl import Controller, Prompt, Prompts, Schedule
-from sortedrl.core import Finished, ScoreAtOnce, Segment, Started, Tokens
+from sortedrl.core import RequestFinished, RequestStarted, ScoreAtOnce, Segment, Tokens
 
 
 class LetterEngine:
@@ -30,11 +30,11 @@ class LetterEngine:
 
     def poll(self, until=None):
         changes = []
-        while not any(isinstance(change, Finished) for change in changes):
+        while not any(isinstance(change, RequestFinished) for change in changes):
             while self.queue and len(self.running) < self.slots:  # refill free slots immediately
                 request = self.queue.popleft()
                 self.running[request.id] = [request, [], []]
-                changes.append(Started(request.id, self.now()))
+                changes.append(RequestStarted(request.id, self.now()))
             if not self.running and until is not None:
                 self.steps = max(self.steps, math.ceil(until))  # its clock counts steps: time passes without any
             if not self.running or (until is not None and self.now() >= until):
@@ -49,7 +49,7 @@ class LetterEngine:
                 logprobs.append(-3.258)
                 ended = noise.random() < 1 / 20
                 if ended or len(tokens) == request.max_new_tokens:
-                    changes += [self._tokens(request.id), Finished(request.id, self.now(), truncated=not ended)]
+                    changes += [self._tokens(request.id), RequestFinished(request.id, self.now(), truncated=not ended)]
                     del self.running[request.id]
         return changes
 

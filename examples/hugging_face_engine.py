@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sortedrl import Controller, Prompt, Prompts, Schedule
-from sortedrl.core import EngineSpec, Finished, ScoreAtOnce, Segment, Started, Tokens
+from sortedrl.core import EngineSpec, RequestFinished, RequestStarted, ScoreAtOnce, Segment, Tokens
 from sortedrl.models import BUILT_IN_MODEL
 
 
@@ -36,7 +36,7 @@ class HuggingFaceEngine:
         while self.queue and len(self.running) < self.slots:
             request = self.queue.popleft()
             self.running[request.id] = (request, [])
-            changes.append(Started(request.id, self.now()))
+            changes.append(RequestStarted(request.id, self.now()))
         if self.running:
             return changes + self._round()
         if until is not None:  # nothing to do: wait, as the protocol asks
@@ -66,7 +66,7 @@ class HuggingFaceEngine:
             changes.append(Tokens(request.id, at, Segment(tokens, logprobs[: len(tokens)], self.version)))
             ended = tokens[-1] == self.eos and not request.sampling.ignore_eos
             if ended or len(made) == request.max_new_tokens:
-                changes.append(Finished(request.id, at, truncated=not ended))
+                changes.append(RequestFinished(request.id, at, truncated=not ended))
                 del self.running[request.id]
         return changes
 

@@ -15,7 +15,7 @@ READ_FIRST = ("rollout", "schedule", "buffer", "ledger", "engine_reports", "cont
 READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
-    "lines of src": 41_000,
+    "lines of src": 41_040,
     "lines of core": 5_142,
     "lines of the reading path": 3_280,
     "lines of tests": 39_700,

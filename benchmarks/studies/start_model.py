@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from sortedrl.core.engine import Finished, Request, Sampling, Tokens
+from sortedrl.core.engine import Request, RequestFinished, Sampling, Tokens
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.embedded.engine import EmbeddedEngine
@@ -123,7 +123,7 @@ def sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task_nam
         for change in engine.poll():
             if isinstance(change, Tokens):
                 rollouts[change.id].append(change.segment)
-            finished += isinstance(change, Finished)
+            finished += isinstance(change, RequestFinished)
     texts = {id: str(tokenizer.decode(r.tokens, skip_special_tokens=True)) for id, r in rollouts.items()}
     return [(r.prompt.id, len(r), not task.score(r.prompt.payload, texts[id]).correct) for id, r in rollouts.items()]
 

@@ -25,7 +25,7 @@ from sortedrl.core import (
     events,
 )
 from sortedrl.core.buffer import Buffer
-from sortedrl.core.engine import Change, Finished, Tokens
+from sortedrl.core.engine import Change, RequestFinished, Tokens
 from sortedrl.core.import_path import import_object
 from sortedrl.log.lines import decode, written
 
@@ -43,7 +43,7 @@ class SaysNothing(PacedEngine):
         changes = super()._report()
         if not self._empty:
             return changes
-        self._empty -= sum(isinstance(change, Finished) for change in changes)
+        self._empty -= sum(isinstance(change, RequestFinished) for change in changes)
         return [change for change in changes if not isinstance(change, Tokens)]
 
 

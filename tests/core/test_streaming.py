@@ -19,7 +19,7 @@ from scenarios import STREAMABLE, Scenario, run
 from sortedrl.core import Controller, EngineDied, EventLog, Prompts, Schedule, ScoreAtOnce, Strategy, events
 from sortedrl.core.buffer import Group
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Change, Finished, Request
+from sortedrl.core.engine import Change, Request, RequestFinished
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.strategies.base import SchedulerState
 
@@ -169,7 +169,9 @@ class QuietEngine(PacedEngine):
 
     def poll(self, until: float | None = None) -> list[Change]:
         changes = super().poll(until)
-        while not any(isinstance(change, Finished) for change in changes) and (until is None or self.now() < until):
+        while not any(isinstance(change, RequestFinished) for change in changes) and (
+            until is None or self.now() < until
+        ):
             changes += super().poll(until)
         return changes
 

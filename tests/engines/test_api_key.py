@@ -25,7 +25,7 @@ from small_models import model_of
 from sortedrl.cli import main
 from sortedrl.core import EngineDied, Request
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Failed
+from sortedrl.core.engine import RequestFailed
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.sglang import SglangEngine
@@ -58,7 +58,7 @@ def test_the_key_is_sent_with_every_request(server: SglangStandIn, monkeypatch: 
     changes = []
     while not changes or changes[-1].id != 0 or not hasattr(changes[-1], "truncated"):
         changes += engine.poll()
-    assert not any(isinstance(change, Failed) for change in changes)
+    assert not any(isinstance(change, RequestFailed) for change in changes)
     engine.close()
 
 

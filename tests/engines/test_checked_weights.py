@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from small_models import VOCABULARY, engine_of, model_of
-from sortedrl.core.engine import Change, Failed, Finished, Request, Tokens
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines import generate
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
@@ -64,7 +64,7 @@ def tokens_with(change_segment: Callable[[list[int], list[Any]], tuple[list[int]
 
 
 def silent(change: Change) -> list[Change]:
-    return [change] if isinstance(change, Finished) else []
+    return [change] if isinstance(change, RequestFinished) else []
 
 
 FAULTS: dict[str, tuple[Bend, str]] = {
@@ -148,9 +148,9 @@ def test_a_probe_that_fails_is_sent_again(failures: int) -> None:
     left = {-2: failures}
 
     def bend(change: Change) -> list[Change]:
-        if isinstance(change, Finished) and left.get(change.id):
+        if isinstance(change, RequestFinished) and left.get(change.id):
             left[change.id] -= 1
-            return [Failed(change.id, change.at, "503: the server is starting")]
+            return [RequestFailed(change.id, change.at, "503: the server is starting")]
         return [change]
 
     engine, checked = pair(bend)
@@ -160,7 +160,7 @@ def test_a_probe_that_fails_is_sent_again(failures: int) -> None:
 
 def test_a_probe_that_always_fails_is_given_up_with_its_reason() -> None:
     def bend(change: Change) -> list[Change]:
-        return [Failed(change.id, change.at, "CUDA error") if isinstance(change, Finished) else change]
+        return [RequestFailed(change.id, change.at, "CUDA error") if isinstance(change, RequestFinished) else change]
 
     engine, checked = pair(bend)
     with pytest.raises(WeightsDiffer, match="failed 4 times, most recently because: CUDA error"):

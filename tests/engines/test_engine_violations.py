@@ -19,7 +19,16 @@ import torch
 from paced import PacedEngine
 from scenarios import Run, scenario
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, ScoreAtOnce, TooManyRejected, events
-from sortedrl.core.engine import Change, Engine, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.engine import (
+    Change,
+    Engine,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+    Tokens,
+)
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.forced_lengths import ForcedLengths
@@ -67,51 +76,57 @@ def cut_short(change: Tokens) -> Tokens:
 
 
 VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
-    "a request that nobody knows": (after(Started, lambda c: Started(10**6, c.at)), None),
-    "tokens of one that nobody knows": (after(Started, lambda c: tokens(c._replace(id=-4), [-1.0])), None),
-    "an end twice": (after(Finished, lambda c: c), None),
-    "a failure after the end": (after(Finished, lambda c: Failed(c.id, c.at, "late")), None),
-    "tokens after the end": (after(Finished, lambda c: tokens(c, [-1.0])), None),
-    "a start twice": (after(Started, lambda c: c), None),
-    "a preemption without a slot": (after(Finished, lambda c: Preempted(c.id, c.at, 1)), None),
-    "too many tokens": (after(Started, lambda c: tokens(c, [-1.0] * (MOST + 1))), "max_response_tokens is 9"),
-    "tokens of the environment": (after(Started, lambda c: tokens(c, [-1.0], version=-1)), "version -1"),
-    "tokens of weights to come": (after(Started, lambda c: tokens(c, [-1.0], version=99)), "version 99"),
+    "a request that nobody knows": (after(RequestStarted, lambda c: RequestStarted(10**6, c.at)), None),
+    "tokens of one that nobody knows": (after(RequestStarted, lambda c: tokens(c._replace(id=-4), [-1.0])), None),
+    "an end twice": (after(RequestFinished, lambda c: c), None),
+    "a failure after the end": (after(RequestFinished, lambda c: RequestFailed(c.id, c.at, "late")), None),
+    "tokens after the end": (after(RequestFinished, lambda c: tokens(c, [-1.0])), None),
+    "a start twice": (after(RequestStarted, lambda c: c), None),
+    "a preemption without a slot": (after(RequestFinished, lambda c: RequestPreempted(c.id, c.at, 1)), None),
+    "too many tokens": (after(RequestStarted, lambda c: tokens(c, [-1.0] * (MOST + 1))), "max_response_tokens is 9"),
+    "tokens of the environment": (after(RequestStarted, lambda c: tokens(c, [-1.0], version=-1)), "version -1"),
+    "tokens of weights to come": (after(RequestStarted, lambda c: tokens(c, [-1.0], version=99)), "version 99"),
     "NaN": (
-        after(Started, lambda c: tokens(c, [float("nan")])),
+        after(RequestStarted, lambda c: tokens(c, [float("nan")])),
         "the engine reported a log-probability that is not a finite number from -10000 to 0",
     ),
-    "infinity": (after(Started, lambda c: tokens(c, [float("-inf")])), "log-probability"),
-    "beyond the learner's float32": (after(Started, lambda c: tokens(c, [-1e39])), "from -10000 to 0"),
-    "far out of range": (after(Started, lambda c: tokens(c, [-1.0, -1e300])), "from -10000 to 0"),
-    "null": (after(Started, lambda c: tokens(c, [None])), "log-probability"),
+    "infinity": (after(RequestStarted, lambda c: tokens(c, [float("-inf")])), "log-probability"),
+    "beyond the learner's float32": (after(RequestStarted, lambda c: tokens(c, [-1e39])), "from -10000 to 0"),
+    "far out of range": (after(RequestStarted, lambda c: tokens(c, [-1.0, -1e300])), "from -10000 to 0"),
+    "null": (after(RequestStarted, lambda c: tokens(c, [None])), "log-probability"),
     "NaN in a tuple": (
-        after(Started, lambda c: Tokens(c.id, c.at, Segment((7,), (float("nan"),), 0))),
+        after(RequestStarted, lambda c: Tokens(c.id, c.at, Segment((7,), (float("nan"),), 0))),
         "log-probability",
     ),
-    "a huge number": (after(Started, lambda c: tokens(c, [-(10**400)])), "log-probability"),
-    "more than certain": (after(Started, lambda c: tokens(c, [0.7])), "log-probability"),
+    "a huge number": (after(RequestStarted, lambda c: tokens(c, [-(10**400)])), "log-probability"),
+    "more than certain": (after(RequestStarted, lambda c: tokens(c, [0.7])), "log-probability"),
     "a token that is text": (
-        after(Started, lambda c: of_tokens(c, ["7"])),
+        after(RequestStarted, lambda c: of_tokens(c, ["7"])),
         "reported a token id that is not an integer",
     ),
-    "half a token": (after(Started, lambda c: of_tokens(c, [3.5])), "token id"),
-    "no token": (after(Started, lambda c: of_tokens(c, [None])), "token id"),
-    "a token that is a bool": (after(Started, lambda c: of_tokens(c, [True])), "token id"),
-    "a negative token": (after(Started, lambda c: of_tokens(c, [3, -1])), "reported token id -1, and ids count from 0"),
-    "a negative token in an array": (after(Started, lambda c: of_tokens(c, numpy.array([3, -1]))), "token id -1"),
-    "a mask of other numbers": (after(Started, lambda c: of_tokens(c, [3, 4], mask=[1, 2])), "mask"),
+    "half a token": (after(RequestStarted, lambda c: of_tokens(c, [3.5])), "token id"),
+    "no token": (after(RequestStarted, lambda c: of_tokens(c, [None])), "token id"),
+    "a token that is a bool": (after(RequestStarted, lambda c: of_tokens(c, [True])), "token id"),
+    "a negative token": (
+        after(RequestStarted, lambda c: of_tokens(c, [3, -1])),
+        "reported token id -1, and ids count from 0",
+    ),
+    "a negative token in an array": (
+        after(RequestStarted, lambda c: of_tokens(c, numpy.array([3, -1]))),
+        "token id -1",
+    ),
+    "a mask of other numbers": (after(RequestStarted, lambda c: of_tokens(c, [3, 4], mask=[1, 2])), "mask"),
     "a mask of text": (
-        after(Started, lambda c: of_tokens(c, [3, 4], mask=["1", "0"])),
+        after(RequestStarted, lambda c: of_tokens(c, [3, 4], mask=["1", "0"])),
         "reported a mask that is not made of 0 and 1",
     ),
     "no version": (
-        after(Started, lambda c: tokens(c, [-1.0], version=None)),
+        after(RequestStarted, lambda c: tokens(c, [-1.0], version=None)),
         "reported a version that is not an integer",
     ),
-    "a version that is text": (after(Started, lambda c: tokens(c, [-1.0], version="0")), "version"),
-    "a segment that changed": (after(Started, lambda c: cut_short(tokens(c, [-1.0]))), "log-probabilities"),
-    "no time": (after(Started, lambda c: c._replace(at=None)), "at None"),
+    "a version that is text": (after(RequestStarted, lambda c: tokens(c, [-1.0], version="0")), "version"),
+    "a segment that changed": (after(RequestStarted, lambda c: cut_short(tokens(c, [-1.0]))), "log-probabilities"),
+    "no time": (after(RequestStarted, lambda c: c._replace(at=None)), "at None"),
 }
 
 
@@ -253,10 +268,10 @@ NO_CHANGES: dict[str, tuple[Callable[[list[Change]], Any], str]] = {
     "None": (lambda changes: None, "returned None: "),
     "a dict": (lambda changes: {change.id: change for change in changes}, "returned a dict: "),
     "an empty dict": (lambda changes: {}, "returned a dict: "),
-    "one change": (lambda changes: Started(0, 0.0), "returned a Started: "),
+    "one change": (lambda changes: RequestStarted(0, 0.0), "returned a RequestStarted: "),
     "a list of dicts": (lambda changes: [*changes, {"id": 0}], "returned a list with a dict in it: "),
     "a list of None": (lambda changes: [None], "returned a list with None in it: "),
-    "a class": (lambda changes: [Started], "returned a list with the class Started in it: "),
+    "a class": (lambda changes: [RequestStarted], "returned a list with the class RequestStarted in it: "),
     "tokens without a segment": (
         lambda changes: [Tokens(0, 0.0, [5, 6])],  # type: ignore[arg-type]
         "returned Tokens with a list in place of a Segment: ",
@@ -293,7 +308,9 @@ def test_a_method_that_returns_no_list_of_changes_is_named_in_one_line(name: str
     with pytest.raises(UserError) as raised:
         USES[use](ReturnsSomethingElse(method, made))
     text = str(raised.value)
-    assert text.startswith(f"ReturnsSomethingElse.{method} {expected}it must return a list of changes (Started, ")
+    assert text.startswith(
+        f"ReturnsSomethingElse.{method} {expected}it must return a list of changes (RequestStarted, "
+    )
     assert "\n" not in text
 
 
@@ -314,7 +331,7 @@ class ReportsWithAborts(Unruly):
 
 def test_what_an_abort_reports_of_other_requests_counts() -> None:
     log: list[Any] = []
-    extra = after(Started, lambda change: tokens(change, [0.5]))  # not a log-probability
+    extra = after(RequestStarted, lambda change: tokens(change, [0.5]))  # not a log-probability
     schedule = Schedule(mode="partial", rollouts_per_update=4, prompts_per_cohort=12, max_response_tokens=MOST)
     prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
     engine = ReportsWithAborts(extra, 2)
@@ -338,9 +355,9 @@ class FailsAtTheEnd(PacedEngine):
     def _report(self) -> list[Change]:
         changes = super()._report()
         for place, change in enumerate(changes):
-            if isinstance(change, Finished) and not self._has_failed:
+            if isinstance(change, RequestFinished) and not self._has_failed:
                 self._has_failed = True
-                changes[place] = Failed(change.id, change.at, "lost")
+                changes[place] = RequestFailed(change.id, change.at, "lost")
         return changes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from sortedrl.core.engine import Change, Failed, Finished, Request, Started, Tokens
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, RequestStarted, Tokens
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines import generate as module
 from sortedrl.engines.generate import ATTEMPTS, NotInTime, Response, generate
@@ -37,12 +37,12 @@ class Flaky:
         changes: list[Change] = []
         for request in self.inside:
             id, token = request.id, Segment([request.id], [-1.0], 0)
-            changes += [Started(id, self.time), Tokens(id, self.time, token)]
+            changes += [RequestStarted(id, self.time), Tokens(id, self.time, token)]
             if self.failures.get(id, 0) > 0:
                 self.failures[id] -= 1
-                changes.append(Failed(id, self.time, "lost"))
+                changes.append(RequestFailed(id, self.time, "lost"))
             else:
-                changes += [Tokens(id, self.time, token), Finished(id, self.time, truncated=id == 2)]
+                changes += [Tokens(id, self.time, token), RequestFinished(id, self.time, truncated=id == 2)]
         self.inside = []
         return changes
 

@@ -25,7 +25,7 @@ from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import UNCHANGED, Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, EngineBase, EngineSpec, Preempted, Started, Tokens
+from sortedrl.core.engine import Engine, EngineBase, EngineSpec, RequestPreempted, RequestStarted, Tokens
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines import settings as engine_settings
 from sortedrl.engines.checked_weights import CheckedWeights
@@ -196,10 +196,10 @@ def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch
         changes = ledger.engine.poll()
         seen += changes
         ledger.apply(changes)
-    waited = [change.id for change in seen if isinstance(change, Preempted)]
+    waited = [change.id for change in seen if isinstance(change, RequestPreempted)]
     assert sorted(waited) == [2, 3]
-    assert [c.recompute for c in seen if isinstance(c, Preempted)] == [0, 0], "they had computed nothing yet"
-    assert sum(isinstance(change, Started) for change in seen) == 6
+    assert [c.recompute for c in seen if isinstance(c, RequestPreempted)] == [0, 0], "they had computed nothing yet"
+    assert sum(isinstance(change, RequestStarted) for change in seen) == 6
 
 
 # What can go wrong

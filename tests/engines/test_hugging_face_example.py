@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sortedrl.core.engine import Change, Finished, Request, Tokens
+from sortedrl.core.engine import Change, Request, RequestFinished, Tokens
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
 from sortedrl.testing import BrokenRules, check_engine
@@ -65,7 +65,7 @@ class Simulated(SimulatedEngine):
 class ReportsAnEndTwice(Simulated):
     def poll(self, until: float | None = None) -> list[Change]:
         changes = super().poll(until)
-        return changes + [change for change in changes if isinstance(change, Finished)]
+        return changes + [change for change in changes if isinstance(change, RequestFinished)]
 
 
 class ExceedsTheLimit(Simulated):

@@ -21,7 +21,7 @@ from random_runs import peaceful
 from scenarios import Run, Scenario
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
-from sortedrl.core.engine import Engine, EngineBase, Failed, Finished, Preempted, Started
+from sortedrl.core.engine import Engine, EngineBase, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
 from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
@@ -187,15 +187,17 @@ def test_the_loss_is_a_preemption_that_says_what_is_computed_again() -> None:
     pool = pool_of(members)
     pool.submit(requests(300, 300))
     seen: list[Any] = []
-    while Counter(type(c) for c in seen)[Started] < 2 or len(seen) < 12:
+    while Counter(type(c) for c in seen)[RequestStarted] < 2 or len(seen) < 12:
         seen += pool.poll()
     members[1].die()
-    while not any(isinstance(c, Preempted) for c in seen):
+    while not any(isinstance(c, RequestPreempted) for c in seen):
         seen += pool.poll()
-    lost = next(c for c in seen if isinstance(c, Preempted))
-    delivered = sum(len(c.segment) for c in seen if not isinstance(c, Started | Preempted) and c.id == lost.id)
+    lost = next(c for c in seen if isinstance(c, RequestPreempted))
+    delivered = sum(
+        len(c.segment) for c in seen if not isinstance(c, RequestStarted | RequestPreempted) and c.id == lost.id
+    )
     assert lost.recompute == 2 + delivered
-    assert not any(isinstance(c, Started) and c.id == lost.id for c in pool.abort([0]) if c.at < lost.at)
+    assert not any(isinstance(c, RequestStarted) and c.id == lost.id for c in pool.abort([0]) if c.at < lost.at)
 
 
 def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock() -> None:
@@ -204,7 +206,7 @@ def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock(
     pool.submit(requests(500, 500))
     started: set[int] = set()
     while len(started) < 2:
-        started |= {change.id for change in pool.poll() if isinstance(change, Started)}
+        started |= {change.id for change in pool.poll() if isinstance(change, RequestStarted)}
     (lost,) = members[0].submitted
     members[1].clock_offset -= 5.0
     members[0].die()
@@ -212,7 +214,7 @@ def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock(
         time.sleep(0.01)
     time.sleep(0.05)
     changes = [type(change) for change in pool.poll() if change.id == lost.id]
-    assert changes.index(Preempted) < changes.index(Started)
+    assert changes.index(RequestPreempted) < changes.index(RequestStarted)
 
 
 def test_moved_requests_go_before_those_that_never_ran() -> None:
@@ -251,7 +253,9 @@ def test_when_the_last_member_is_lost_it_says_so() -> None:
     with pytest.raises(EngineDied, match=r"no engine of the pool is left \(engine 1: .*killed.*; engine 2: .*killed"):
         while True:
             pool.poll()
-    assert all(not isinstance(change, Finished) for change in pool.abort([0, 1, 2, 3])), "what ran can still be stopped"
+    assert all(not isinstance(change, RequestFinished) for change in pool.abort([0, 1, 2, 3])), (
+        "what ran can still be stopped"
+    )
     with pytest.raises(EngineDied, match="weight update to version 1 failed on every engine"):
         pool.update_weights(None, 1)
 
@@ -303,9 +307,9 @@ def test_only_the_end_was_not_reported() -> None:
     class DiesBeforeTheEnd(PacedEngine):
         def poll(self, until: float | None = None) -> list[Any]:
             changes = super().poll(until)
-            if any(isinstance(change, Finished) for change in changes):
+            if any(isinstance(change, RequestFinished) for change in changes):
                 self.die()
-            return [change for change in changes if not isinstance(change, Finished)]
+            return [change for change in changes if not isinstance(change, RequestFinished)]
 
     ledger = Ledger(pool_of([DiesBeforeTheEnd(slots=1), PacedEngine(slots=1)]))
     ledger.submit(requests(5))
@@ -323,10 +327,10 @@ class Fails(PacedEngine):
     def _report(self) -> list[Any]:
         changes = []
         for change in super()._report():
-            if not self._fails(change.id) or isinstance(change, Started):
+            if not self._fails(change.id) or isinstance(change, RequestStarted):
                 changes.append(change)
             elif self._running.pop(change.id, None) is not None:
-                changes += [change, Failed(change.id, change.at, "no")]
+                changes += [change, RequestFailed(change.id, change.at, "no")]
         return changes
 
 

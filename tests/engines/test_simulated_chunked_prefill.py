@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.core import Change, Failed, Finished, Preempted, Prompt, Request, Segment, Started, Tokens
+from sortedrl.core import (
+    Change,
+    Prompt,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+    Segment,
+    Tokens,
+)
 from sortedrl.core.engine import Engine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import StepTime
@@ -39,11 +49,11 @@ def to_end(engine: ChunkedPrefillEngine) -> list[Change]:
 
 
 def ends(changes: list[Change]) -> dict[int, float]:
-    return {change.id: change.at for change in changes if isinstance(change, Finished)}
+    return {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
 
 
 def starts(changes: list[Change]) -> list[tuple[int, float]]:
-    return [(change.id, pytest.approx(change.at)) for change in changes if isinstance(change, Started)]
+    return [(change.id, pytest.approx(change.at)) for change in changes if isinstance(change, RequestStarted)]
 
 
 def tokens_of(changes: list[Change], id: int) -> list[int]:
@@ -213,15 +223,16 @@ def test_memory_is_never_overdrawn_and_every_request_ends_once(
         changes += new
         assert one._cached + one._turns.tokens <= kv_tokens
         assert one.running <= slots
-    ended = [change.id for change in changes if isinstance(change, Finished | Failed)]
+    ended = [change.id for change in changes if isinstance(change, RequestFinished | RequestFailed)]
     changes += one.abort([r.id for r in requests if r.id not in ended])
     assert one.poll() == []
     assert one._cached == one.running == 0
     assert len(ended) == len(set(ended))
-    for finished in (change for change in changes if isinstance(change, Finished)):
+    for finished in (change for change in changes if isinstance(change, RequestFinished)):
         assert tokens_of(changes, finished.id) == list(range(sizes[finished.id][0]))
     starts, ends = (
-        sorted(c.id for c in changes if isinstance(c, kind)) for kind in (Started, Preempted | Finished | Failed)
+        sorted(c.id for c in changes if isinstance(c, kind))
+        for kind in (RequestStarted, RequestPreempted | RequestFinished | RequestFailed)
     )
-    assert set(starts) >= {c.id for c in changes if isinstance(c, Preempted | Finished)}
+    assert set(starts) >= {c.id for c in changes if isinstance(c, RequestPreempted | RequestFinished)}
     assert len(starts) <= len(ends) + slots

@@ -15,7 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scenarios import run
-from sortedrl.core import Change, Failed, Finished, Preempted, Prompt, Request, Rollout, Segment, Started, Tokens
+from sortedrl.core import (
+    Change,
+    Prompt,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+    Rollout,
+    Segment,
+    Tokens,
+)
 from sortedrl.engines.lengths import LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedScorer
@@ -42,7 +53,7 @@ def to_end(engine: SimulatedEngine) -> list[Change]:
 
 
 def ends(changes: list[Change]) -> list[tuple[int, float]]:
-    return [(change.id, change.at) for change in changes if isinstance(change, Finished)]
+    return [(change.id, change.at) for change in changes if isinstance(change, RequestFinished)]
 
 
 def tokens_of(changes: list[Change], id: int) -> list[int]:
@@ -57,7 +68,7 @@ def test_a_freed_slot_takes_the_next_request_in_the_order_of_submission() -> Non
     one.submit([request(0, 5), request(1, 2), request(2, 4), request(3, 1)])
     changes = to_end(one)
     assert ends(changes) == [(1, 2.0), (0, 5.0), (2, 6.0), (3, 6.0)]
-    assert [(c.id, c.at) for c in changes if isinstance(c, Started)] == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 5.0)]
+    assert [(c.id, c.at) for c in changes if isinstance(c, RequestStarted)] == [(0, 0.0), (1, 0.0), (2, 2.0), (3, 5.0)]
 
 
 def test_a_step_takes_longer_with_more_running_and_with_longer_contexts() -> None:
@@ -139,13 +150,13 @@ def test_tokens_are_positions_and_go_on_after_a_resume() -> None:
 def test_the_budget_cuts_and_says_so() -> None:
     one = engine()
     one.submit([request(0, 4, max_new_tokens=5), request(1, 5, max_new_tokens=5), request(2, 6, max_new_tokens=5)])
-    assert {c.id: c.truncated for c in to_end(one) if isinstance(c, Finished)} == {0: False, 1: True, 2: True}
+    assert {c.id: c.truncated for c in to_end(one) if isinstance(c, RequestFinished)} == {0: False, 1: True, 2: True}
 
 
 def test_a_request_without_budget_is_refused() -> None:
     one = engine()
     one.submit([request(0, 5, max_new_tokens=0)])
-    assert one.poll() == [Failed(0, 0.0, "max_new_tokens is 0")]
+    assert one.poll() == [RequestFailed(0, 0.0, "max_new_tokens is 0")]
 
 
 def test_stop_hands_over_all_tokens_and_leaves_nothing_behind() -> None:
@@ -192,7 +203,9 @@ def test_a_lost_request_hands_over_what_it_made() -> None:
     one.submit([request(0, 5), request(1, 9)])
     changes = to_end(one)
     assert tokens_of(changes, 1) == [0, 1, 2]
-    assert [change for change in changes if isinstance(change, Failed)] == [Failed(1, 3.0, "lost by the engine")]
+    assert [change for change in changes if isinstance(change, RequestFailed)] == [
+        RequestFailed(1, 3.0, "lost by the engine")
+    ]
 
 
 def test_an_engine_needs_a_slot() -> None:
@@ -207,8 +220,8 @@ def test_the_last_to_start_is_preempted_when_memory_is_full_and_comes_back() -> 
     one = engine(slots=2, kv_tokens=20)
     one.submit([request(0, 12, prompt=2), request(1, 12, prompt=2)])
     changes = to_end(one)
-    assert [c for c in changes if isinstance(c, Preempted)] == [Preempted(1, 8.0, 10)]
-    assert [(c.id, c.at) for c in changes if isinstance(c, Started)] == [(0, 0.0), (1, 0.0), (1, 12.0)]
+    assert [c for c in changes if isinstance(c, RequestPreempted)] == [RequestPreempted(1, 8.0, 10)]
+    assert [(c.id, c.at) for c in changes if isinstance(c, RequestStarted)] == [(0, 0.0), (1, 0.0), (1, 12.0)]
     assert tokens_of(changes, 1) == list(range(12))
     assert ends(changes) == [(0, 12.0), (1, 16.0)]
 
@@ -218,7 +231,7 @@ def test_a_context_that_can_never_fit_fails_with_the_numbers() -> None:
     one.submit([request(0, 2, prompt=30), request(1, 2, prompt=3)])
     changes = to_end(one)
     reason = "a context of 30 tokens does not fit into the KV cache of 20 tokens"
-    assert [c.reason for c in changes if isinstance(c, Failed)] == [reason]
+    assert [c.reason for c in changes if isinstance(c, RequestFailed)] == [reason]
     assert ends(changes) == [(1, 2.0)]
 
 
@@ -227,7 +240,7 @@ def test_a_response_that_outgrows_the_memory_alone_fails_with_its_tokens() -> No
     one.submit([request(0, 99, prompt=10)])
     changes = to_end(one)
     assert tokens_of(changes, 0) == list(range(10))
-    assert isinstance(changes[-1], Failed)
+    assert isinstance(changes[-1], RequestFailed)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -248,13 +261,13 @@ def test_memory_is_never_overdrawn_and_every_request_ends_once(
         changes += new
         assert one._cached <= kv_tokens
         assert len(one._running) <= slots
-    ended = {change.id for change in changes if isinstance(change, Finished | Failed)}
+    ended = {change.id for change in changes if isinstance(change, RequestFinished | RequestFailed)}
     changes += one.abort([r.id for r in requests if r.id not in ended])
     assert one.poll() == []
     assert one._cached == 0
-    for finished in (change for change in changes if isinstance(change, Finished)):
+    for finished in (change for change in changes if isinstance(change, RequestFinished)):
         assert tokens_of(changes, finished.id) == list(range(lengths[finished.id]))
-    assert len(ended) == sum(isinstance(change, Finished | Failed) for change in changes)
+    assert len(ended) == sum(isinstance(change, RequestFinished | RequestFailed) for change in changes)
 
 
 def test_a_run_with_little_memory_trains_on_everything_that_fits() -> None:

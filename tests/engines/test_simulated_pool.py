@@ -12,7 +12,7 @@ import pytest
 from random_runs import case_of, play
 from schedule_rules import check_outcome
 from sortedrl.core import Event, Prompt, Request, Schedule, events
-from sortedrl.core.engine import Change, Engine, EngineDied, Finished, Preempted, Started, Tokens
+from sortedrl.core.engine import Change, Engine, EngineDied, RequestFinished, RequestPreempted, RequestStarted, Tokens
 from sortedrl.engines.routing import even_split, route
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
@@ -89,7 +89,7 @@ def test_each_engine_has_its_own_step_time() -> None:
     one, two = pool(2, step_time=step_time), pool(1, 1, step_time=step_time)
     for engine, seconds in ((one, 30.0), (two, 20.0)):
         engine.submit([request(0, 10), request(1, 10)])
-        assert {change.at for change in to_end(engine) if isinstance(change, Finished)} == {seconds}
+        assert {change.at for change in to_end(engine) if isinstance(change, RequestFinished)} == {seconds}
 
 
 def test_changes_come_in_time_order_while_another_engine_prefills() -> None:
@@ -100,7 +100,7 @@ def test_changes_come_in_time_order_while_another_engine_prefills() -> None:
     changes = to_end(engine)
     times = [change.at for change in changes]
     assert times == sorted(times)
-    ends = {change.id: change.at for change in changes if isinstance(change, Finished)}
+    ends = {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
     assert ends[1] == 3.0 and ends[0] > 10.0
 
 
@@ -116,7 +116,7 @@ def test_a_resumed_request_finds_its_kv_cache_at_home_only() -> None:
             engine.submit([request(1, 100)])  # as loaded as the other one: the first engine gets it
         began = engine.now()
         engine.submit([request(0, 10, 4).continued(segment)])
-        (end,) = [change.at for change in to_end(engine) if isinstance(change, Finished) and change.id == 0]
+        (end,) = [change.at for change in to_end(engine) if isinstance(change, RequestFinished) and change.id == 0]
         left = 10 - len(segment)
         assert end - began == pytest.approx(left if home_is_free else left + 4 + len(segment))
 
@@ -127,12 +127,12 @@ def test_requests_of_a_lost_engine_continue_elsewhere() -> None:
     changes = engine.poll(until=4.0)
     engine.lose(0)
     changes += to_end(engine)
-    preempted = {change.id for change in changes if isinstance(change, Preempted)}
-    ends = {change.id: change.at for change in changes if isinstance(change, Finished)}
+    preempted = {change.id for change in changes if isinstance(change, RequestPreempted)}
+    ends = {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
     assert ends == {id: 20.0 if id in preempted else 10.0 for id in range(4)} and len(preempted) == 2
     made = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in range(4)}
     assert set(made.values()) == {10}, "no token is lost or delivered twice"
-    assert sum(isinstance(change, Started) for change in changes) == 6
+    assert sum(isinstance(change, RequestStarted) for change in changes) == 6
     engine.lose(1)
     with pytest.raises(EngineDied, match="no engine of the pool is left"):
         engine.poll()

@@ -32,7 +32,7 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
-from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo, Finished, Started, Tokens
+from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo, RequestFinished, RequestStarted, Tokens
 from sortedrl.core.engine_checks import NoChanges
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
@@ -324,16 +324,16 @@ def test_deltas_of_a_request_are_merged_and_keep_their_order() -> None:
         return Tokens(id, at, Segment(list(tokens), [-float(t) for t in tokens], 1))
 
     changes: list[Change] = [
-        Started(1, 0.0),
+        RequestStarted(1, 0.0),
         made(1, 0.1, 5),
-        Started(2, 0.1),
+        RequestStarted(2, 0.1),
         made(2, 0.2, 6),
         made(1, 0.3, 7, 8),
-        Finished(1, 0.3, False),
+        RequestFinished(1, 0.3, False),
         made(2, 0.4, 9),
     ]
     result = merged(changes)
-    assert [type(change) for change in result] == [Started, Tokens, Started, Tokens, Finished]
+    assert [type(change) for change in result] == [RequestStarted, Tokens, RequestStarted, Tokens, RequestFinished]
     assert result[1] == Tokens(1, 0.1, Segment([5, 7, 8], [-5.0, -7.0, -8.0], 1))
     assert result[3] == Tokens(2, 0.2, Segment([6, 9], [-6.0, -9.0], 1))
 

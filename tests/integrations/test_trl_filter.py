@@ -18,7 +18,7 @@ from datasets import Dataset
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from small_trl_runs import GROUP, config, events_in, model, questions, trainer_for, updates_in, weights_of
-from sortedrl.core import Failed
+from sortedrl.core import RequestFailed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Regenerated, Rejected, Scored
 from sortedrl.core.group_filter import TooManyFiltered
@@ -207,7 +207,7 @@ def test_a_group_with_a_lost_member_is_scored_with_as_many_rows_as_any_other(tok
     class Losing(EmbeddedEngine):
         def submit(self, requests: Any) -> None:
             super().submit([request for request in requests if request.id != lost])
-            self._unreported += [Failed(r.id, self.now(), "lost") for r in requests if r.id == lost]
+            self._unreported += [RequestFailed(r.id, self.now(), "lost") for r in requests if r.id == lost]
 
     calls: list[int] = []
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from small_trl_runs import GROUP, Recorder, config, events_in, model, questions, trainer_for, updates_in, weights_of
-from sortedrl.core import Failed, Request, TooManyRejected, strategy_named
+from sortedrl.core import Request, RequestFailed, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineSpec
 from sortedrl.core.events import Event, Rejected, Scored, SettingsChanged, Updated
@@ -435,7 +435,7 @@ def test_a_rollout_that_the_engine_loses_is_missing_and_nothing_else(tokenizer: 
     class Losing(EmbeddedEngine):
         def submit(self, requests: Any) -> None:
             super().submit([request for request in requests if request.id != lost])
-            self._unreported += [Failed(r.id, self.now(), "lost") for r in requests if r.id == lost]
+            self._unreported += [RequestFailed(r.id, self.now(), "lost") for r in requests if r.id == lost]
 
     trained_tokens: list[int] = []
 
@@ -456,7 +456,7 @@ def test_a_rollout_that_the_engine_loses_is_missing_and_nothing_else(tokenizer: 
 def test_an_engine_that_loses_every_rollout_ends_the_run_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
     class Losing(EmbeddedEngine):
         def submit(self, requests: Any) -> None:
-            self._unreported += [Failed(r.id, self.now(), "out of memory") for r in requests]
+            self._unreported += [RequestFailed(r.id, self.now(), "out of memory") for r in requests]
 
     policy = model()
     engine = Losing(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sortedrl.cli import main
-from sortedrl.core.engine import Finished, Request
+from sortedrl.core.engine import Request, RequestFinished
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
@@ -35,7 +35,7 @@ def test_a_response_alone_is_faster_by_what_a_step_yields() -> None:
         step_time = with_drafts(PLAIN, DRAFTED, 2.0, when, slots=4)
         engine = SimulatedEngine(slots=4, step_time=step_time, length_of=lambda request: 100)
         engine.submit([Request(0, Prompt("p", range(10)), (), 1000, 0)])
-        ends = [change for change in engine.poll() if isinstance(change, Finished)]
+        ends = [change for change in engine.poll() if isinstance(change, RequestFinished)]
         return ends[0].at
 
     steps, cached = 50, sum(10 + 2 * step + 0.5 for step in range(50))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.core import Finished, Prompt, Request, Schedule, Segment, Started
+from sortedrl.core import Prompt, Request, RequestFinished, RequestStarted, Schedule, Segment
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
@@ -59,14 +59,14 @@ def two_turns(engine: SimulatedEngine, *, update_between: bool = False) -> float
     first turn of 5; the environment's answer has 4."""
     prompt = Prompt("p", range(10))
     engine.submit([Request(0, prompt, (), 100, seed=0)])
-    while not any(isinstance(change, Finished) for change in engine.poll()):
+    while not any(isinstance(change, RequestFinished) for change in engine.poll()):
         pass
     if update_between:
         engine.update_weights(None, 1)
     prefix = (Segment(range(5), range(-1, -6, -1), 0), Segment(range(5, 9), [0.0] * 4, ENVIRONMENT))
     began = engine.now()
     engine.submit([Request(0, prompt, prefix, 100, seed=0)])
-    while not any(isinstance(change, Finished) for change in engine.poll()):
+    while not any(isinstance(change, RequestFinished) for change in engine.poll()):
         pass
     return engine.now() - began
 
@@ -78,7 +78,7 @@ def test_a_response_that_is_regenerated_after_its_end_does_not_turn_the_clock_ba
     for _ in range(2):
         began = engine.now()
         engine.submit([Request(0, Prompt("p", range(10)), (), 100, seed=0)])
-        while not any(isinstance(change, Finished) for change in engine.poll()):
+        while not any(isinstance(change, RequestFinished) for change in engine.poll()):
             pass
     assert engine.now() - began == 50.0
 
@@ -124,7 +124,9 @@ def test_a_request_misses_the_step_that_is_scheduled_already(
 
     def follow(until: float) -> None:
         while engine.now() < until:
-            started.update({change.id: change.at for change in engine.poll(until) if isinstance(change, Started)})
+            started.update(
+                {change.id: change.at for change in engine.poll(until) if isinstance(change, RequestStarted)}
+            )
 
     engine.submit([Request(0, prompt, (), 100, seed=20), Request(1, prompt, (), 100, seed=2)])
     follow(2.0)
@@ -155,11 +157,11 @@ def test_cached_turns_take_memory_and_go_before_a_request_is_preempted() -> None
         engine.submit([Request(0, prompt, (), 100, seed=0), Request(1, prompt, (), 100, seed=1)])
         ended = 0
         while ended < 2:
-            ended += sum(isinstance(change, Finished) for change in engine.poll())
+            ended += sum(isinstance(change, RequestFinished) for change in engine.poll())
         prefix = (Segment(range(5), range(-1, -6, -1), 0), Segment(range(5, 9), [0.0] * 4, ENVIRONMENT))
         began = engine.now()
         engine.submit([Request(0, prompt, prefix, 100, seed=0)])
-        while not any(isinstance(change, Finished) for change in engine.poll()):
+        while not any(isinstance(change, RequestFinished) for change in engine.poll()):
             pass
         return (engine.now() - began - 5.0) / 100.0
 

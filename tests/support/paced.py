@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sortedrl.core.engine import Change, EngineDied, Finished, Request, Started, Tokens
+from sortedrl.core.engine import Change, EngineDied, Request, RequestFinished, RequestStarted, Tokens
 from sortedrl.core.rollout import Segment
 
 PATIENCE_SECONDS = 60.0
@@ -102,7 +102,7 @@ class PacedEngine:
         while self._queue and len(self._running) < self.slots:
             request = self._queue.popleft()
             self._running[request.id] = (request, 0)
-            self._unreported.append(Started(request.id, self.now()))
+            self._unreported.append(RequestStarted(request.id, self.now()))
 
     def _step(self) -> None:
         time.sleep(self._step_seconds)
@@ -113,7 +113,7 @@ class PacedEngine:
             ended = position + 1 >= self._length_of(request)
             if ended or made + 1 == request.max_new_tokens:
                 del self._running[request.id]
-                self._unreported.append(Finished(request.id, self.now(), truncated=not ended))
+                self._unreported.append(RequestFinished(request.id, self.now(), truncated=not ended))
         self._admit()
 
     def _report(self) -> list[Change]:

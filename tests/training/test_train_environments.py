@@ -25,7 +25,7 @@ from config_file import config_file
 from counting_task import CountingTask
 from processes import descendants_of, wait_for_end
 from sortedrl.core import events
-from sortedrl.core.engine import Change, Failed, Finished, Request, Sampling, Tokens
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Sampling, Tokens
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
@@ -202,10 +202,10 @@ class LosesSecondTurns:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.prefix:
-                self._changes.append(Failed(request.id, 0.0, "lost"))
+                self._changes.append(RequestFailed(request.id, 0.0, "lost"))
             else:
                 said = Segment(list(self._tokens), [-0.5] * len(self._tokens), 0)
-                self._changes += [Tokens(request.id, 0.0, said), Finished(request.id, 0.0, False)]
+                self._changes += [Tokens(request.id, 0.0, said), RequestFinished(request.id, 0.0, False)]
 
     def poll(self, until: float | None = None) -> list[Change]:
         changes, self._changes = self._changes, []
@@ -273,7 +273,7 @@ class CutsTurns(LosesSecondTurns):
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             said = Segment(self._tokens[:1] * request.max_new_tokens, [-0.5] * request.max_new_tokens, 0)
-            self._changes += [Tokens(request.id, 0.0, said), Finished(request.id, 0.0, True)]
+            self._changes += [Tokens(request.id, 0.0, said), RequestFinished(request.id, 0.0, True)]
 
 
 @pytest.mark.parametrize(("context", "reason"), [(8, "max_context_tokens"), (64, "max_response_tokens")])

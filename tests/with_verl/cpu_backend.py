@@ -229,15 +229,15 @@ class EmbeddedServer:
             await asyncio.sleep(0)
 
     def _apply(self, changes: list[Any]) -> None:
-        from sortedrl.core.engine import Failed, Finished, Tokens
+        from sortedrl.core.engine import RequestFailed, RequestFinished, Tokens
 
         for change in changes:
             if isinstance(change, Tokens):
                 self._made[change.id][0].extend(change.segment.tokens)
                 self._made[change.id][1].extend(change.segment.logprobs)
-            elif isinstance(change, Finished):
+            elif isinstance(change, RequestFinished):
                 self._answers.pop(change.id).set_result("completed")
-            elif isinstance(change, Failed):
+            elif isinstance(change, RequestFailed):
                 self._answers.pop(change.id).set_exception(RuntimeError(change.reason))
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:

@@ -17,7 +17,7 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl_config import MODEL
 from verl_stack import Row, Stack
 
-from sortedrl.core.engine import EngineDied, Failed, Finished, Request, Tokens
+from sortedrl.core.engine import EngineDied, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
@@ -121,7 +121,7 @@ def test_an_agent_loop_that_fails_is_a_failed_rollout(stack: Stack) -> None:
     engine = stack.engine(SLOTS)
     engine.submit(requests([5], first=FAILS))
     (failed,) = engine.poll()
-    assert isinstance(failed, Failed) and "no_such_agent" in failed.reason
+    assert isinstance(failed, RequestFailed) and "no_such_agent" in failed.reason
     assert engine.poll() == []
 
 
@@ -166,7 +166,7 @@ def test_an_abort_that_is_not_ours_loses_nothing(stack: Stack) -> None:
     changes = engine.poll()
     stack.control.abort_replicas()
     stack.control.resume_generation_replicas()
-    while sum(isinstance(change, Finished) for change in changes) < 2:
+    while sum(isinstance(change, RequestFinished) for change in changes) < 2:
         changes += engine.poll()
     tokens = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in (0, 1)}
     assert all(0 < count <= 60 for count in tokens.values())

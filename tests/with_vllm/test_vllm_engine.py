@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sortedrl.core.engine import Engine, EngineDied, Preempted, Request, Sampling
+from sortedrl.core.engine import Engine, EngineDied, Request, RequestPreempted, Sampling
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
 from sortedrl.engines.vllm import VllmEngine
@@ -224,7 +224,7 @@ def test_preemptions_are_reported_and_nothing_is_lost(tmp_path: Path) -> None:
     ledger.submit([Request(i, Prompt(str(i), [3 + i] * 100), (), 100, i, Sampling(ignore_eos=True)) for i in range(8)])
     ledger.run()
     assert all(len(ledger.tokens(i)) == 100 for i in range(8))
-    assert any(isinstance(change, Preempted) for change in seen)
+    assert any(isinstance(change, RequestPreempted) for change in seen)
     engine.close()
 
 

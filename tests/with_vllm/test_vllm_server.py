@@ -19,7 +19,7 @@ from server_process import ServerProcess, serving
 from sortedrl.cli import main
 from sortedrl.core import Request
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import EngineDied, Preempted, Sampling
+from sortedrl.core.engine import EngineDied, RequestPreempted, Sampling
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.servers import base as server_base
@@ -172,14 +172,14 @@ class TestServer(ServerTests):
         """
         monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.1)
         ledger = Ledger(self.engine_at(doomed, slots=SLOTS))
-        preempted_midway: list[Preempted] = []
+        preempted_midway: list[RequestPreempted] = []
         first_id = 0
         while not preempted_midway and first_id < 10 * 2 * SLOTS:
             ids = range(first_id, first_id + 2 * SLOTS)
             ledger.submit([endless(id, 240) for id in ids])
             while ledger.open_ids:
                 changes = ledger.engine.poll()
-                preempted_midway += [c for c in changes if isinstance(c, Preempted) and c.recompute > 100]
+                preempted_midway += [c for c in changes if isinstance(c, RequestPreempted) and c.recompute > 100]
                 ledger.apply(changes)
             assert not ledger.failed
             assert all(len(ledger.tokens(id)) == 240 for id in ids)

@@ -3,22 +3,22 @@
 An engine has its own queue. It starts requests in submission order, runs at most `slots` of them at a time, and
 refills a freed slot immediately. It reports `Change`s in time order:
 
-    Started     a request took a slot (prefill counts as running)
-    Preempted   it lost its slot, because memory ran out or a server is paused, and is back in the engine's queue;
-                another Started follows
-    Tokens      new tokens, as one segment. An engine may deliver them in chunks of any size; the segments of a
-                request, in order, must hold each of its tokens once
-    Finished    it ended by itself, or (`truncated`) at `max_new_tokens`; all its tokens were delivered before
-    Failed      the engine refused or lost it; tokens delivered before are valid, and it is out of the engine
+    RequestStarted     a request took a slot (prefill counts as running)
+    RequestPreempted   it lost its slot, as memory ran out or a server is paused, and is back in the engine's queue;
+                       another RequestStarted follows
+    Tokens             new tokens, as one segment. An engine may deliver them in chunks of any size; the segments of a
+                       request, in order, must hold each of its tokens once
+    RequestFinished    it ended by itself, or (`truncated`) at `max_new_tokens`; all its tokens were delivered before
+    RequestFailed      the engine refused or lost it; tokens delivered before are valid, and it is out of the engine
 
 Rules for every engine (testing/engine_contract.py checks them):
-- every submitted request ends in exactly one of Finished, Failed, or an `abort` that names it;
+- every submitted request ends in exactly one of RequestFinished, RequestFailed, or an `abort` that names it;
 - `abort` returns undelivered tokens and leaves nothing of the request behind;
 - a request never yields more than `max_new_tokens`, its prefix not counted, and a finished one yields at least 1;
 - a segment's version is the version of the weights that sampled it;
 - all calls come from one thread;
 - an engine that has died raises `EngineDied` from then on. Changes delivered before stay valid. If it can, it delivers
-  the changes it still holds before it raises. The last tokens of a request and its Finished come in one list.
+  the changes it still holds before it raises. The last tokens of a request and its RequestFinished come in one list.
 
 A change that breaks this protocol costs at most its rollout, never the run (core/engine_reports.py). An engine that
 offers more, such as `close` or `is_available`, derives from `EngineBase`. An engine factory gets an `EngineSpec`.
@@ -108,12 +108,12 @@ class Request(NamedTuple):
         return tokens
 
 
-class Started(NamedTuple):
+class RequestStarted(NamedTuple):
     id: int
     at: float
 
 
-class Preempted(NamedTuple):
+class RequestPreempted(NamedTuple):
     id: int
     at: float
     recompute: int  # tokens of prompt and response that will be prefilled again
@@ -125,19 +125,19 @@ class Tokens(NamedTuple):
     segment: Segment
 
 
-class Finished(NamedTuple):
+class RequestFinished(NamedTuple):
     id: int
     at: float
     truncated: bool
 
 
-class Failed(NamedTuple):
+class RequestFailed(NamedTuple):
     id: int
     at: float
     reason: str
 
 
-Change = Started | Preempted | Tokens | Finished | Failed
+Change = RequestStarted | RequestPreempted | Tokens | RequestFinished | RequestFailed
 
 
 class Engine(Protocol):
@@ -161,7 +161,7 @@ class Engine(Protocol):
     def abort(self, ids: Sequence[int]) -> list[Change]:
         """Remove the requests; returns all changes up to now, undelivered tokens included.
 
-        A request that finished before it could be aborted is reported as Finished."""
+        A request that finished before it could be aborted is reported as RequestFinished."""
 
     @abstractmethod
     def update_weights(self, weights: Any, version: int) -> None:

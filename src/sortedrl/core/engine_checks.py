@@ -45,6 +45,7 @@ def _error(engine: Engine, method: str, what: str) -> NoChanges:
     while isinstance(engine, ForwardingEngine):
         engine = engine.inner
     return NoChanges(
-        f"{type(engine).__name__}.{method} returned {what}: it must return a list of changes (Started, Tokens, "
-        "Finished, Failed or Preempted), which is empty if nothing changed. See docs/engine_authors.md"
+        f"{type(engine).__name__}.{method} returned {what}: it must return a list of changes (RequestStarted, "
+        "Tokens, RequestFinished, RequestFailed or RequestPreempted), which is empty if nothing changed. "
+        "See docs/engine_authors.md"
     )

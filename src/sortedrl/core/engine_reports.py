@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from sortedrl.core import events
 from sortedrl.core.checkpoint import fault_of, invalid_part, plain
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Change, Engine, Finished, Preempted, Started, Tokens
+from sortedrl.core.engine import Change, Engine, RequestFinished, RequestPreempted, RequestStarted, Tokens
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.wording import counted
@@ -77,11 +77,11 @@ class EngineReports:
             return f"a change at {change.at!r}, which is not a time"
         if isinstance(change, Tokens):
             return self._append(rollout, change.segment)
-        if isinstance(change, Started):
+        if isinstance(change, RequestStarted):
             return self._start(rollout, change, at)
-        if isinstance(change, Finished):
+        if isinstance(change, RequestFinished):
             self._ended(rollout, at, change.truncated)
-        elif isinstance(change, Preempted):
+        elif isinstance(change, RequestPreempted):
             if self._clock.slot_of(rollout) is None:
                 self._ignore(change, "it has no slot")
                 return None
@@ -103,7 +103,7 @@ class EngineReports:
             rollout.append(segment)
         return fault
 
-    def _start(self, rollout: Rollout, change: Started, at: float) -> str | None:
+    def _start(self, rollout: Rollout, change: RequestStarted, at: float) -> str | None:
         if self._clock.slot_of(rollout) is not None:
             self._ignore(change, "it has a slot")
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from sortedrl.core.engine import Change, Engine, Finished, ForwardingEngine, Request
+from sortedrl.core.engine import Change, Engine, ForwardingEngine, Request, RequestFinished
 from sortedrl.core.engine_checks import checked_changes
 
 
@@ -41,6 +41,6 @@ class ForcedLengths(ForwardingEngine):
         return request._replace(max_new_tokens=min(left, request.max_new_tokens), sampling=sampling)
 
     def _told(self, change: Change) -> Change:
-        if isinstance(change, Finished):
+        if isinstance(change, RequestFinished):
             return change._replace(truncated=self._truncated.pop(change.id))
         return change

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sortedrl.core.checkpoint import plain
-from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
+from sortedrl.core.engine import Engine, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.rollout import Segment
 from sortedrl.core.wording import counted
@@ -102,9 +102,9 @@ def _attempt(
                 continue
             if isinstance(change, Tokens):
                 awaited[change.id].add(change.segment)
-            elif isinstance(change, Finished | Failed):
+            elif isinstance(change, RequestFinished | RequestFailed):
                 ended = awaited.pop(change.id)
-                if isinstance(change, Failed):
+                if isinstance(change, RequestFailed):
                     ended.failure = change.reason
                 else:
                     ended.end(truncated=change.truncated)

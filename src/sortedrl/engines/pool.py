@@ -37,11 +37,11 @@ from sortedrl.core.engine import (
     Engine,
     EngineBase,
     EngineDied,
-    Failed,
-    Finished,
-    Preempted,
     Request,
-    Started,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
     Tokens,
     with_defaults,
 )
@@ -269,17 +269,17 @@ class Pool(EngineBase):
             if isinstance(change, Tokens):
                 entry.tokens.extend(change.segment.tokens)
                 entry.logprobs.extend(change.segment.logprobs)
-            elif isinstance(change, Started):
+            elif isinstance(change, RequestStarted):
                 entry.in_slot = True
-            elif isinstance(change, Preempted):
+            elif isinstance(change, RequestPreempted):
                 entry.in_slot = False
             else:
                 del member.entries[change.id]
                 freed = True
-                if isinstance(change, Failed) and self._try_elsewhere(member, entry):
+                if isinstance(change, RequestFailed) and self._try_elsewhere(member, entry):
                     continue
                 del self._entries[change.id]
-                if isinstance(change, Finished):
+                if isinstance(change, RequestFinished):
                     self._remember(change.id, member)
                     self._blame(member, entry.failed_on)
             member.last_time = max(member.last_time, min(change.at + member.clock_offset, now))
@@ -383,11 +383,11 @@ class Pool(EngineBase):
         for entry in sorted(entries, key=lambda entry: entry.order):
             entry.has_moved = True
             if entry.left == 0 and not entry.unwanted:  # it has all tokens, only its end was not reported
-                self._outbox.append(Finished(entry.request.id, at, truncated=True))
+                self._outbox.append(RequestFinished(entry.request.id, at, truncated=True))
                 del self._entries[entry.request.id]
                 continue
             if entry.in_slot:
-                self._outbox.append(Preempted(entry.request.id, at, entry.context_tokens))
+                self._outbox.append(RequestPreempted(entry.request.id, at, entry.context_tokens))
                 entry.in_slot = False
             if not entry.unwanted:
                 waiting.append(entry)

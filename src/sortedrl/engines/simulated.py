@@ -26,7 +26,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
-from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Started, Tokens
+from sortedrl.core.engine import (
+    Change,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+    Tokens,
+)
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.step_time import StepTime
 from sortedrl.engines.virtual_time import VirtualTimeEngine
@@ -302,7 +310,7 @@ class SimulatedEngine(VirtualTimeEngine):
 
     def _start(self, run: Run, at: float) -> None:
         self._decode_from_now_on(run)
-        self._undelivered.append(Started(run.request.id, at))
+        self._undelivered.append(RequestStarted(run.request.id, at))
 
     def _decode_from_now_on(self, run: Run) -> None:
         run.began_step = self._step
@@ -324,7 +332,7 @@ class SimulatedEngine(VirtualTimeEngine):
             self._fail(id, self._clock, self._too_large(context + 1))
             self._admit()
             return
-        self._undelivered.append(Preempted(id, self._clock, context))
+        self._undelivered.append(RequestPreempted(id, self._clock, context))
         self._queue.appendleft(run)
 
     def _finish_due(self) -> None:
@@ -345,13 +353,13 @@ class SimulatedEngine(VirtualTimeEngine):
             if lost is not None and made >= lost:
                 self._fail(id, at, "lost by the engine")
             else:
-                self._undelivered.append(Finished(id, at, run.truncated))
+                self._undelivered.append(RequestFinished(id, at, run.truncated))
                 self._has_ended = True
         if self._has_ended or self._schedules_ahead:
             self._admit()
 
     def _fail(self, id: int, at: float, reason: str) -> None:
-        self._undelivered.append(Failed(id, at, reason))
+        self._undelivered.append(RequestFailed(id, at, reason))
         self._has_ended = True
 
     def _deliver(self, run: Run, made: int, at: float, changes: list[Change]) -> None:

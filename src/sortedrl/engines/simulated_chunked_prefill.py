@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sortedrl.core.engine import Change, Preempted, Started
+from sortedrl.core.engine import Change, RequestPreempted, RequestStarted
 from sortedrl.engines.simulated import Run, SimulatedEngine
 
 
@@ -82,7 +82,7 @@ class ChunkedPrefillEngine(SimulatedEngine):
             self._queue.popleft()
             prefill = self._prefills[run.request.id] = _Prefill(run, context, self._uncached(run, context))
             self._cached += context
-            self._undelivered.append(Started(run.request.id, self._clock))
+            self._undelivered.append(RequestStarted(run.request.id, self._clock))
             room -= prefill.left
 
     def _uncached(self, run: Run, context: int) -> int:
@@ -153,7 +153,7 @@ class ChunkedPrefillEngine(SimulatedEngine):
         id, prefill = self._prefills.popitem()
         self._cached -= prefill.context
         self._turns.evicted.add(id)
-        self._undelivered.append(Preempted(id, self._clock, prefill.context))
+        self._undelivered.append(RequestPreempted(id, self._clock, prefill.context))
         self._queue.appendleft(prefill.run)
 
 

@@ -20,7 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sortedrl.core.engine import Change, EngineDied, Failed, Finished, Preempted, Request, Started
+from sortedrl.core.engine import (
+    Change,
+    EngineDied,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+)
 from sortedrl.engines.routing import route
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.virtual_time import VirtualTimeEngine
@@ -164,7 +172,7 @@ class SimulatedPool(VirtualTimeEngine):
         for request in moved:
             if request.id in replica.in_slot - ahead:
                 context = len(request.prompt.tokens) + request.prefix_length
-                self._undelivered.append(Preempted(request.id, self._now, context))
+                self._undelivered.append(RequestPreempted(request.id, self._now, context))
             self._remove(replica, request.id)
         self._queue.extendleft(reversed(moved))
         self._dispatch()
@@ -182,15 +190,15 @@ class SimulatedPool(VirtualTimeEngine):
         self._touched[replica] = None
         for change in changes:
             kind = type(change)
-            if kind is Started:
+            if kind is RequestStarted:
                 replica.in_slot.add(change.id)
                 self._undelivered.append(change)
                 continue
             if change.at > self._now:  # of a request that fails at once, in an engine that is ahead
                 change = change._replace(at=self._now)
-            if kind is Preempted:
+            if kind is RequestPreempted:
                 replica.in_slot.discard(change.id)
-            elif kind is Finished or kind is Failed:
+            elif kind is RequestFinished or kind is RequestFailed:
                 self._remove(replica, change.id)
                 self._has_ended = True
             self._undelivered.append(change)

@@ -1,6 +1,6 @@
 """vLLM in this process, on one device: the engine for real models on one GPU. docs/engines.md has the options.
 
-    submit -> vLLM's own queue -> vLLM's running batch (Started) -> steps -> Finished
+    submit -> vLLM's own queue -> vLLM's running batch (RequestStarted) -> steps -> RequestFinished
 
 It uses vLLM's engine core, not `LLM.generate`: token ids in; token ids and the log-probabilities they were sampled with
 (after temperature and top-p) out; no detokenization. Running, waiting and preempted requests are read from vLLM's
@@ -32,11 +32,11 @@ from sortedrl.core.engine import (
     EngineBase,
     EngineDied,
     EngineInfo,
-    Failed,
-    Finished,
-    Preempted,
     Request,
-    Started,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
     Tokens,
 )
 from sortedrl.core.rollout import Segment
@@ -169,7 +169,7 @@ class VllmEngine(EngineBase):
             if reason is None:
                 reason = self._add(request)
             if reason is not None:
-                self._unreported.append(Failed(request.id, self.now(), reason))
+                self._unreported.append(RequestFailed(request.id, self.now(), reason))
 
     def poll(self, until: float | None = None) -> list[Change]:
         if not self._unreported:
@@ -313,10 +313,10 @@ class VllmEngine(EngineBase):
             inside = self._inside.get(name)
             if inside is not None:
                 recompute = len(inside.request.prompt.tokens) + len(inside.prefix) + len(inside.tokens)
-                self._unreported.append(Preempted(inside.request.id, at, recompute))
+                self._unreported.append(RequestPreempted(inside.request.id, at, recompute))
         for inside in self._inside.values():  # in the order of submission
             if inside.name in running and inside.name not in self._running:
-                self._unreported.append(Started(inside.request.id, at))
+                self._unreported.append(RequestStarted(inside.request.id, at))
         self._running = running & self._inside.keys()
 
     def _end(self, output: Any) -> None:
@@ -327,9 +327,9 @@ class VllmEngine(EngineBase):
         self._tell_drafter(inside, "finished")
         self._remove([inside], abort=output.finish_reason is None)
         if reason in ("stop", "length"):
-            self._unreported.append(Finished(inside.request.id, self.now(), truncated=reason == "length"))
+            self._unreported.append(RequestFinished(inside.request.id, self.now(), truncated=reason == "length"))
         else:
-            self._unreported.append(Failed(inside.request.id, self.now(), f"vLLM ended it: {reason}"))
+            self._unreported.append(RequestFailed(inside.request.id, self.now(), f"vLLM ended it: {reason}"))
 
     def _deliver(self, inside: _Inside) -> None:
         if inside.tokens:

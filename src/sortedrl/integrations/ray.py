@@ -29,7 +29,7 @@ try:
 except ImportError:
     raise ConfigurationError("ray", None, "Ray is not installed", f"{install_hint('ray')}.") from None
 
-from sortedrl.core.engine import Change, Engine, EngineDied, Failed, Finished, Request, Tokens
+from sortedrl.core.engine import Change, Engine, EngineDied, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
@@ -184,7 +184,7 @@ class RayEngine(EngineBase):
     def _received(self, reply: Reply) -> list[Change]:
         """Its changes, on our clock."""
         its_now, self._is_available, changes = reply
-        self._inside -= {change.id for change in changes if isinstance(change, Finished | Failed)}
+        self._inside -= {change.id for change in changes if isinstance(change, RequestFinished | RequestFailed)}
         offset = self.now() - its_now
         stamped: list[Change] = []
         for change in changes:

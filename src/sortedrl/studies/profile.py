@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import Engine, EngineBase, Failed, Finished, Request
+from sortedrl.core.engine import Engine, EngineBase, Request, RequestFailed, RequestFinished
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.engines.forced_lengths import ForcedLengths
@@ -349,9 +349,9 @@ def prefill_step_seconds(
     return max(0.0, (between - (before + after) / 2) / returns - observed * prefill_seconds_per_token)
 
 
-def _ends_of_poll(engine: Engine) -> Iterator[Finished]:
+def _ends_of_poll(engine: Engine) -> Iterator[RequestFinished]:
     for change in engine.poll():
-        if isinstance(change, Failed):
+        if isinstance(change, RequestFailed):
             raise RuntimeError(f"the engine refused a request: {change.reason}")
-        if isinstance(change, Finished):
+        if isinstance(change, RequestFinished):
             yield change

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sortedrl.core.engine import Engine, Failed, Finished, Request, Tokens
+from sortedrl.core.engine import Engine, Request, RequestFailed, RequestFinished, Tokens
 
 
 class SteadyState:
@@ -53,12 +53,12 @@ class SteadyState:
         self._wanted, self._behind = turnovers, sum(done < turnovers for done in self._turnovers)
         while self._behind or self._started < rollouts:
             for change in self._engine.poll():
-                if isinstance(change, Failed):
+                if isinstance(change, RequestFailed):
                     raise RuntimeError(f"the engine refused a request: {change.reason}")
                 if isinstance(change, Tokens):
                     self._made[change.id] += len(change.segment)
                     self._delivered += len(change.segment)
-                elif isinstance(change, Finished):
+                elif isinstance(change, RequestFinished):
                     (slot, request), made = self._running.pop(change.id), self._made.pop(change.id)
                     following = None if change.truncated else self._next_turn(request, made)
                     if following is None:

@@ -24,11 +24,11 @@ from sortedrl.core.engine import (
     Change,
     Engine,
     EngineSpec,
-    Failed,
-    Finished,
-    Preempted,
     Request,
-    Started,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
     Tokens,
     missing_members,
 )
@@ -107,25 +107,25 @@ class Ledger:
 
     def _fold(self, change: Change) -> None:
         id = change.id
-        if isinstance(change, Started):
+        if isinstance(change, RequestStarted):
             assert id not in self.running
             self.started.append(id)
             self.running.add(id)
             self.most_running = max(self.most_running, len(self.running))
             assert len(self.running) <= self.engine.slots
-        elif isinstance(change, Preempted):
+        elif isinstance(change, RequestPreempted):
             assert id in self.running
             self.running.remove(id)
         elif isinstance(change, Tokens):
             assert len(change.segment) > 0
             self.segments[id].append(change.segment)
             assert len(self.tokens(id)) <= self.submitted[id].max_new_tokens
-        elif isinstance(change, Finished):
+        elif isinstance(change, RequestFinished):
             assert id in self.running, "only a running request can finish"
             assert self.tokens(id), "a finished response has tokens, delivered before"
             self.running.remove(id)
             self.finished[id] = change.truncated
-        elif isinstance(change, Failed):
+        elif isinstance(change, RequestFailed):
             assert change.reason
             self.running.discard(id)
             self.failed[id] = change.reason

@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching over a Hugging Face causal LM, in this process, on CPU or CUDA.
 
-    submit -> queue -> a free slot (Started) -> prefill -> decode steps -> Finished, the slot is free again
+    submit -> queue -> a free slot (RequestStarted) -> prefill -> decode steps -> RequestFinished, the slot is free
 
 The next request in the queue takes a freed slot immediately; its row in the decoder is chosen at prefill. Waiting
 contexts are prefilled together: before the next step on a CPU; after a few steps on a GPU, where a prefill costs about
@@ -25,7 +25,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.configuration import checked_slots
-from sortedrl.core.engine import Change, EngineBase, EngineDied, EngineInfo, Failed, Finished, Request, Started, Tokens
+from sortedrl.core.engine import (
+    Change,
+    EngineBase,
+    EngineDied,
+    EngineInfo,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestStarted,
+    Tokens,
+)
 from sortedrl.core.errors import first_sentences
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
@@ -168,7 +178,7 @@ class EmbeddedEngine(EngineBase):
             if reason is None:
                 self._queue.append(request)
             else:
-                self._unreported.append(Failed(request.id, self.now(), reason))
+                self._unreported.append(RequestFailed(request.id, self.now(), reason))
 
     def poll(self, until: float | None = None) -> list[Change]:
         self._raise_if_dead()
@@ -229,7 +239,7 @@ class EmbeddedEngine(EngineBase):
             )
             self._running[request.id] = running
             self._waiting.append(running)
-            self._unreported.append(Started(request.id, self.now()))
+            self._unreported.append(RequestStarted(request.id, self.now()))
 
     def _advance(self) -> None:
         """Prefill if due, then one decode step; slots of finished requests are refilled immediately."""
@@ -242,7 +252,7 @@ class EmbeddedEngine(EngineBase):
             ended = self._ended_by_itself(running)
             if ended or len(running.tokens) == running.max_new_tokens:
                 self._deliver(running)
-                self._unreported.append(Finished(running.request.id, self.now(), truncated=not ended))
+                self._unreported.append(RequestFinished(running.request.id, self.now(), truncated=not ended))
                 finished.append(running)
         if finished:
             self._release(finished)

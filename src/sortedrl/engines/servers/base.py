@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError, checked_slots
-from sortedrl.core.engine import Change, EngineBase, EngineDied, Preempted, Request
+from sortedrl.core.engine import Change, EngineBase, EngineDied, Request, RequestPreempted
 from sortedrl.core.wording import counted
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
@@ -320,7 +320,7 @@ class HttpEngine(ServerStreams, EngineBase):
         for sent in sorted((s for s in silent if s.in_slot), key=lambda s: s.heard_at)[: max(0, to_report)]:
             if not sent.ended:
                 sent.in_slot = False
-                self._outbox.add(Preempted(sent.request.id, now, sent.context_tokens))
+                self._outbox.add(RequestPreempted(sent.request.id, now, sent.context_tokens))
 
     def _cut_silent(self) -> None:
         """Fail requests with too few tokens for too long. Preempted ones may wait while others produce tokens.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from sortedrl.core.engine import Change, Failed, Finished, Preempted, Started
+from sortedrl.core.engine import Change, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
 
 _log = logging.getLogger(__name__)
 
@@ -65,17 +65,19 @@ class Outbox:
         """Mark the engine as dead; the first reason stays. Safe changes are still delivered."""
         with self.news:
             held, self._held = self._held, []
-            self._hand_out([c for c, trusted in held if trusted and not isinstance(c, Started | Preempted)])
+            self._hand_out(
+                [c for c, trusted in held if trusted and not isinstance(c, RequestStarted | RequestPreempted)]
+            )
             self.death = self.death or self._clean(reason)
             self.news.notify_all()
 
     def _hand_out(self, changes: Iterable[Change]) -> None:
         with self.news:
             for change in changes:
-                if isinstance(change, Failed):
+                if isinstance(change, RequestFailed):
                     change = change._replace(reason=self._clean(change.reason))
                 self._changes.append(change)
-                if isinstance(change, Finished | Failed):
+                if isinstance(change, RequestFinished | RequestFailed):
                     self.inside.discard(change.id)
 
     def _notify_soon(self) -> None:

@@ -8,7 +8,7 @@
 - **Limits**: a response is cut at its end (requests.py), even if the server sends more. A stream with fewer than
   `FEWEST_TOKENS` tokens in `silence_seconds` on a healthy server fails its request. So does an invalid message.
 - **Outage**: a server that is busy, unhealthy or unreachable, or that breaks a connection, does not fail its requests.
-  They wait here with the tokens generated so far (reported as Preempted) until the server generates again
+  They wait here with the tokens generated so far (reported as RequestPreempted) until the server generates again
   (server_state.py): a request that it accepts and leaves without a token for `silence_seconds` counts as refused. After
   `unavailable_seconds` it is dead. A request that is refused again, while the server generates for another one, fails.
 - **Identity**: whenever the server may have restarted, the tokens of new streams are held back until it has confirmed
@@ -27,7 +27,16 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from sortedrl.core.engine import Change, Failed, Finished, Preempted, Request, Sampling, Started, Tokens
+from sortedrl.core.engine import (
+    Change,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+    Sampling,
+    Tokens,
+)
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines.refusals import unknown_token
 from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
@@ -137,7 +146,7 @@ class ServerStreams(ABC):
         for request in requests:
             reason = unknown_token(request, self._vocabulary)
             if reason is not None:
-                self._outbox.add(Failed(request.id, self.now(), reason))
+                self._outbox.add(RequestFailed(request.id, self.now(), reason))
             else:
                 self._queue.add(request)
         self._send_waiting()
@@ -153,7 +162,7 @@ class ServerStreams(ABC):
                 self._probe = sent
             if not self._server_is_full:
                 sent.in_slot = True
-                self._outbox.add(Started(sent.request.id, sent.sent_at))
+                self._outbox.add(RequestStarted(sent.request.id, sent.sent_at))
             sent.task = self._loop.create_task(self._stream(sent))
             sent.task.add_done_callback(self._background.note_end_of)
             self._begin_to_confirm()  # before its first token arrives
@@ -243,10 +252,10 @@ class ServerStreams(ABC):
             logprobs = list(delta.logprobs[: len(tokens)])
             sent.logprobs += logprobs
             if sent.hear(now):
-                self._outbox.add(Started(sent.request.id, now))
+                self._outbox.add(RequestStarted(sent.request.id, now))
             changes.append(Tokens(sent.request.id, now, Segment(tokens, logprobs, self.version)))
         if end in ("stop", "length"):
-            changes.append(Finished(sent.request.id, now, truncated=end == "length"))
+            changes.append(RequestFinished(sent.request.id, now, truncated=end == "length"))
             sent.ended = True
             self._faults = 0
         self._deliver(sent, changes)
@@ -261,7 +270,7 @@ class ServerStreams(ABC):
         end = None if sent.ended else sent.reached(self._eos)
         if end is not None:
             sent.ended = True
-            self._deliver(sent, [Finished(sent.request.id, self.now(), truncated=end == "length")])
+            self._deliver(sent, [RequestFinished(sent.request.id, self.now(), truncated=end == "length")])
         return sent.ended
 
     # Failures of a request, in the engine's thread
@@ -306,7 +315,7 @@ class ServerStreams(ABC):
             return
         sent.ended = True
         self._outbox.drop_untrusted(sent.request.id)
-        self._outbox.add(Failed(sent.request.id, self.now(), reason))
+        self._outbox.add(RequestFailed(sent.request.id, self.now(), reason))
         self._faults += is_servers_fault
         if self._faults >= max(FEWEST_FAULTS, 2 * self.slots):
             self._die(f"the last {self._faults} requests all failed, most recently because {reason}")
@@ -318,7 +327,7 @@ class ServerStreams(ABC):
             return
         self._outbox.drop_untrusted(sent.request.id)
         if sent.in_slot:
-            self._outbox.add(Preempted(sent.request.id, self.now(), sent.context_tokens))
+            self._outbox.add(RequestPreempted(sent.request.id, self.now(), sent.context_tokens))
         sent.ended = True  # in this stream
         made = Segment(sent.tokens[:], sent.logprobs[:], self.version) if sent.trusted and sent.tokens else None
         self._queue.take_back(sent.waiting, made)

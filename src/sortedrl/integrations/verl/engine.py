@@ -222,7 +222,7 @@ class VerlEngine(EngineBase):
             dispatch = self._loop_to_continue(request)
             if dispatch is None:
                 if any(segment.is_environment for segment in request.prefix):
-                    self._news.append(core.Failed(request.id, self.now(), _NO_LOOP))
+                    self._news.append(core.RequestFailed(request.id, self.now(), _NO_LOOP))
                     continue
                 dispatch = self._new_loop(request.id, request.prefix_length).dispatch
                 batch.append((request, _ticket(request, dispatch)))
@@ -264,7 +264,7 @@ class VerlEngine(EngineBase):
             reason = (
                 f"its agent loop did not call generate within max_environment_seconds = {self._max_start_seconds:g}"
             )
-            self._news.append(core.Failed(id, self.now(), reason))
+            self._news.append(core.RequestFailed(id, self.now(), reason))
 
     def _abort_until_ended(self, pending: dict[int, int]) -> None:
         """Abort until every pending rollout has left the servers.
@@ -333,7 +333,7 @@ class VerlEngine(EngineBase):
         match report:
             case reports.Started():
                 self._starting.pop(report.dispatch, None)
-                return [core.Started(loop.id, at)]
+                return [core.RequestStarted(loop.id, at)]
             case reports.Made():
                 loop.length += len(report.tokens)
                 segment = Segment(report.tokens.tolist(), report.logprobs.tolist(), report.version)
@@ -342,10 +342,10 @@ class VerlEngine(EngineBase):
                 self._leave_slot(loop.id)
                 loop.turns += 1
                 loop.has_ended = report.truncated
-                return [core.Finished(loop.id, at, report.truncated)]
+                return [core.RequestFinished(loop.id, at, report.truncated)]
             case reports.ServerFailed():
                 self._leave_slot(loop.id)
-                return [core.Failed(loop.id, at, report.reason)]
+                return [core.RequestFailed(loop.id, at, report.reason)]
             case reports.Aborted():
                 self._leave_slot(loop.id)
             case reports.Failed() | reports.Ended():
@@ -359,9 +359,9 @@ class VerlEngine(EngineBase):
         if loop.turns:
             reason = report.reason if isinstance(report, reports.Failed) else "its agent loop did not wait for generate"
             loop.outcome = reports.Failed(report.dispatch, reason)
-            return [core.Finished(loop.id, at, truncated=False)]
+            return [core.RequestFinished(loop.id, at, truncated=False)]
         reason = report.reason if isinstance(report, reports.Failed) else "its agent loop did not call generate"
-        return [core.Failed(loop.id, at, reason)]
+        return [core.RequestFailed(loop.id, at, reason)]
 
     def _take_news(self) -> list[Change]:
         news, self._news = self._news, []
