@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from sortedrl import Controller, EmbeddedEngine, Prompt, Prompts, Schedule, ScoreAtOnce
+from sortedrl.core import Sampling
+from sortedrl.models import BUILT_IN_MODEL
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*LOG.md")]
@@ -44,3 +50,31 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     commands = (tmp_path / "site" / "cli.html").read_text(encoding="utf-8")
     assert "sortedrl train" in commands and "--max-staleness" in commands
     assert "carry_on_during" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_page_of_own_loops_has_every_field_of_a_schedule_with_its_default() -> None:
+    text = (ROOT / "docs" / "my_loop.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", text[text.index("| field | default |") :], re.MULTILINE)
+    assert {name: ast.literal_eval(default) for name, default in rows} == asdict(Schedule())
+
+
+def test_the_loss_of_the_page_of_own_loops_has_a_ratio_of_1_for_fresh_tokens() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL).eval()
+    tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+    engine = EmbeddedEngine(model, slots=4, eos_token_ids=[tokenizer.eos_token_id], max_length=64)
+    prompts = Prompts([Prompt(str(n), tokenizer.encode("Who is a knight?")) for n in range(4)])
+    schedule = Schedule(rollouts_per_update=4, prompts_per_cohort=4, max_response_tokens=32)
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, sampling=Sampling(temperature=0.8))
+    loss = next(block for block in blocks_of("my_loop.md", "py") if "def loss_of" in block)
+    names = {"model": model}
+    exec(loss, names)
+    for rollout in next(iter(controller)):
+        found = names["loss_of"](rollout, advantage=2.0)  # type: ignore[operator]
+        assert found.item() == pytest.approx(-2.0 * len(rollout), rel=1e-4) and found.requires_grad
