@@ -32,13 +32,7 @@ from sortedrl.log.reading import read_events
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
 from sortedrl.observe.report import self_contained, tables
-from sortedrl.observe.report.folds import (
-    changes_on_resume,
-    quantile,
-    slot_time,
-    update_points,
-)
-from sortedrl.observe.report.runs import read_runs
+from sortedrl.observe.report.runs import Outline, quantile, read_runs, slot_time
 from sortedrl.observe.report.series import Series, series_of
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.settings.base import as_json
@@ -98,24 +92,27 @@ def test_what_each_resume_changed_is_in_the_log() -> None:
     """A change that is not a pair, as in a log of another hand, is left out."""
     row = events.Updated(2.0, 0, 0, 0, (0, 1), (1, 3), (0.0, 0.0), (((0, 1),), ((0, 3),)), (1, 1))
     changed = events.SettingsChanged(3.0, {"device": ["cuda", "cpu"], "odd": 3})
-    log = [RunBegan(0.0, 4, "partial", {}), row, SlotsChanged(3.0, 6), changed, row, SlotsChanged(4.0, 2)]
-    found = [(one.updates, one.setting, one.old, one.new) for one in changes_on_resume(log)]
+    log = [
+        RunBegan(0.0, 4, "partial", {}),
+        row,
+        SlotsChanged(3.0, 6),
+        changed,
+        row._replace(update=1),
+        SlotsChanged(4.0, 2),
+    ]
+    found = [(one.updates, one.setting, one.old, one.new) for one in Outline.of(log).changes]
     assert found == [(1, "slots", 4, 6), (1, "device", "cuda", "cpu"), (2, "slots", 6, 2)]
-    assert changes_on_resume(log[:2]) == []
+    assert Outline.of(log[:2]).changes == []
 
 
-def test_update_points_hold_every_update_or_pools_of_neighbours() -> None:
+def test_update_points_hold_every_update() -> None:
     log = events_of("partial", range(1, 25))
     updates = [event for event in log if isinstance(event, events.Updated)]
     assert len(updates) > 4
-    points = update_points(log)
+    points = Outline.of(log).points
     assert [point.updates for point in points] == list(range(1, len(updates) + 1))
     assert [point.length_quantiles[2] for point in points] == [quantile(sorted(u.lengths), 0.5) for u in updates]
     assert points[-1].rollouts == figures_of(log).trained
-    pooled = update_points(log, most=3)
-    assert len(pooled) <= 3
-    assert pooled[-1].rollouts == points[-1].rollouts
-    assert sum(point.pooled for point in pooled) == len(updates)
 
 
 # Several runs
@@ -144,7 +141,8 @@ def test_seeds_of_one_mode_are_one_series(tmp_path: Path) -> None:
     assert [len(one.runs) for one in series] == [3, 3]
     goodputs = [figures_of(list(read_events(path))).goodput for path in paths[3:]]
     assert series[1].mean("goodput") == pytest.approx(sum(goodputs) / 3)
-    low, high, mean = report_charts.staleness(series).views[""]["data"][3:6]
+    (staleness,) = report_charts.curves("staleness", series, "s")
+    low, high, mean = staleness.views["updates"]["data"][3:6]
     columns = list(zip(*[[point.staleness for point in run.points] for run in series[1].runs], strict=False))
     assert low["y"] == pytest.approx([min(column) for column in columns])
     assert high["y"] == pytest.approx([max(column) for column in columns])
@@ -166,8 +164,8 @@ def test_a_run_without_an_update_changes_no_mean(tmp_path: Path) -> None:
     series, expected = series_of(runs), series_of(before)
     assert report.as_json(runs)["conclusion"] == report.as_json(before)["conclusion"]
     assert sorted(map(str, tables.headline(series)["rows"])) == sorted(map(str, tables.headline(expected)["rows"]))
-    curves, others = (report_charts.staleness(some).views for some in (series, expected))
-    assert sorted(map(str, curves[""]["data"])) == sorted(map(str, others[""]["data"]))
+    curves, others = (report_charts.curves("staleness", some, "s")[0].views for some in (series, expected))
+    assert sorted(map(str, curves["updates"]["data"])) == sorted(map(str, others["updates"]["data"]))
     assert [run.name for run in runs if any("No update was made" in notice for notice in run.notices)] == ["a-killed"]
 
 
@@ -178,9 +176,13 @@ def test_the_slot_timeline_of_a_large_run_shows_its_first_updates(
     (run,) = read_runs([simulated_log(tmp_path / "log.jsonl")])
     stays = slices(list(read_events(tmp_path / "log.jsonl")))
     assert run.slices == tuple(stay for stay in stays if stay.start < run.slices_until) and len(run.slices) <= 40
-    assert run.slices_until in run.update_times and run.is_aggregated
-    shown = report_charts.timeline(run, "partial", report_charts.TimeUnit(1.0, "s"))
-    assert shown["label"] == f"partial: first {len(shown['updates'])} updates" and max(shown["end"]) <= 1_000_000
+    update_times = [run.began + point.seconds for point in run.points]
+    assert run.slices_until in update_times and run.slices_until < run.ended
+    shown = report_charts.timeline(run, 0, "partial", "s")
+    assert shown.title == f"partial: first {update_times.index(run.slices_until) + 1} updates"
+    *bars, _ = shown.views[""]["data"]
+    ends = [base + width for trace in bars for base, width in zip(trace["base"], trace["x"], strict=True)]
+    assert max(ends) == pytest.approx(run.slices_until - run.began) and len(ends) == len(run.slices)
     assert set(report_charts.WORK) == set(OUTCOMES), "each has its color"
 
 
@@ -359,12 +361,12 @@ def test_a_line_that_is_too_deep_to_parse_is_skipped(tmp_path: Path) -> None:
 
 
 def test_means_over_runs_compare_the_same_updates(tmp_path: Path) -> None:
-    """Not the same number of points: a long run pools updates."""
+    """Not the same number of points: an update of one run may be lost."""
     (run,) = read_runs([run_folder(tmp_path / "run")])
     every = [run.points[0]._replace(updates=n, staleness=float(n)) for n in range(1, 9)]
-    pooled = [run.points[0]._replace(updates=n, pooled=2, staleness=float(n)) for n in range(2, 9, 2)]
-    one = Series("mine", "#000000", (replace(run, points=tuple(pooled)), replace(run, points=tuple(every))))
-    *_, mean = report_charts.staleness([one]).views[""]["data"]
+    one = Series("mine", "#000000", (replace(run, points=tuple(every[1::2])), replace(run, points=tuple(every))))
+    (chart,) = report_charts.curves("staleness", [one], "s")
+    *_, mean = chart.views["updates"]["data"]
     assert mean["x"] == mean["y"] == [2, 4, 6, 8]
 
 

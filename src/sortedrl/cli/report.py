@@ -17,6 +17,7 @@ from sortedrl.core.wording import printable
 from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs
+from sortedrl.observe.report.self_contained import write_page
 from sortedrl.settings.base import Settings, as_json
 
 
@@ -58,7 +59,7 @@ def run(settings: ReportSettings) -> int:
         runs = report_runs.read_runs(paths, progress)
     if settings.out is not None or not settings.json_output:
         commands = [command_for(run.settings) if run.has_configuration else None for run in runs]
-        report.write(page, runs, commands, __version__)
+        write_page(page, report.page(runs, commands, __version__))
     if settings.json_output:
         written = str(page) if settings.out is not None else None
         print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))

@@ -9,8 +9,10 @@ Invariant after every event: loaded = trained + rejected + filtered + the rollou
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -139,6 +141,27 @@ class RunState:
 def is_update(line: dict[str, Any]) -> bool:
     """The other lines of metrics.jsonl are evaluations."""
     return "reward" in line
+
+
+def metrics_lines(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that can be read. Of a torn one, the event log has the content."""
+    return [line for line in map(_from_json, texts) if is_metrics_line(line)]
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None if the file is missing or damaged."""
+    try:
+        content = _from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def is_metrics_line(line: Any) -> bool:

@@ -14,7 +14,6 @@ runs in the same log; nothing is written.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, VoidTime, last_run, require_known_format, without_rolled_back
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.run_state import is_metrics_line, is_update
+from sortedrl.observe.run_state import is_update, metrics_lines, read_object
 from sortedrl.observe.wall_clock import bottleneck_line
 
 POLL_SECONDS = 0.25
@@ -117,7 +116,7 @@ def outcome_line(folder: Path, watched: Watched) -> str:
     if watched.outcome == INTERRUPTED and is_of_train:
         return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
     try:
-        return _result(_read(folder / "summary.json"))
+        return _result(read_object(folder / "summary.json") or {})
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # of another loop, or damaged
         return f"ended. For its metrics: sortedrl report {folder}"
 
@@ -156,7 +155,7 @@ class Follower:
             self._read_all()
             return
         self._feed(log)
-        for line in _parsed(new_lines):
+        for line in metrics_lines(new_lines):
             self._show(line)
         self._console.look(self._seen_at())
 
@@ -168,7 +167,7 @@ class Follower:
         """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
         require_known_format(self._event_file.path)
         self._metrics = Metrics()
-        updates_in_all = _read(self._folder / "config.json").get("updates")
+        updates_in_all = (read_object(self._folder / "config.json") or {}).get("updates")
         self._sink = self._console.begin(self._metrics, str(self._folder), updates_in_all)
         self._phases = ["start"]  # since the latest harvest started or the run was resumed
         self._updates = 0
@@ -178,7 +177,7 @@ class Follower:
         self._void_time = VoidTime()  # of the latest roll-back
         with paused_gc():
             self._feed_last_run(self._decoded(self._event_file.all(), 1))
-        lines = _parsed(self._metrics_file.all())
+        lines = metrics_lines(self._metrics_file.all())
         newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
         for place, line in enumerate(lines):
             self._show(line, old=place != newest or not announce_newest)
@@ -230,7 +229,7 @@ class Follower:
             return REMOVED
         if "end" in self._phases:
             after = self._phases[self._phases.index("end") + 1 :]
-            summarized = _read(self._folder / "summary.json").get("updates") == self._updates
+            summarized = (read_object(self._folder / "summary.json") or {}).get("updates") == self._updates
             if (after and (summarized or not _is_of_train(self._folder))) or (
                 not after and silent > END_SILENCE_SECONDS
             ):
@@ -284,18 +283,6 @@ class GrowingFile:
         return lines
 
 
-def _parsed(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl. A line torn by a crash is skipped: the event log has the same content."""
-    return [line for line in map(_from_json, lines) if is_metrics_line(line)]
-
-
-def _from_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _silence_of(folder: Path) -> float:
     """Seconds since the run last wrote to its log, or since it was created."""
     for name in ("events.jsonl", "config.json"):
@@ -314,12 +301,4 @@ def _process_is_there(folder: Path) -> bool | None:
 
 def _is_of_train(folder: Path) -> bool:
     """Else of TRL, verl or a loop of its own, whose log does not show whether its end is an interrupt."""
-    return "updates" in _read(folder / "config.json")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = _from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
-        content = None
-    return content if isinstance(content, dict) else {}
+    return "updates" in (read_object(folder / "config.json") or {})

@@ -1,6 +1,6 @@
 """The report: one self-contained HTML page about one or several runs, built from their event logs.
 
-Every number on it comes from `RunMetrics` (metrics.py) or from the folds for the charts (folds.py, timeline.py);
+Every number on it comes from `RunMetrics` (metrics.py) or from the folds for the charts (runs.py, timeline.py);
 `as_json` returns the same metrics. The page makes no network requests and needs no server.
 """
 
@@ -13,13 +13,8 @@ from typing import Any
 
 from sortedrl.observe.report import charts, tables, text
 from sortedrl.observe.report.runs import ReportedRun
-from sortedrl.observe.report.self_contained import render, write_page
+from sortedrl.observe.report.self_contained import render
 from sortedrl.observe.report.series import run_names, series_of
-
-
-def write(path: Path, runs: Sequence[ReportedRun], commands: Sequence[str | None], version: str) -> None:
-    """Write the page atomically, replacing an earlier one."""
-    write_page(path, page(runs, commands, version))
 
 
 def default_page(paths: Sequence[Path]) -> Path:
@@ -29,8 +24,7 @@ def default_page(paths: Sequence[Path]) -> Path:
 
 def as_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """The metrics of every run, equal to those on the page."""
-    series = series_of(runs)
-    label_of = {run.name: one.label for one in series for run in one.runs}
+    label_of = {run.name: one.label for one in series_of(runs) for run in one.runs}
     return {
         "runs": [
             {
@@ -40,20 +34,19 @@ def as_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
                 "seed": run.seed,
                 "metrics": asdict(run.run_metrics),
                 "slot_time": run.slot_time,
-                "held_out": [{"update": h.mark.updates, **h.score} for h in run.held_out],
+                "held_out": [{"update": one.updates, **one.score} for one in run.held_out],
                 "changes_on_resume": [change._asdict() for change in run.changes],
                 "notices": list(run.notices),
             }
             for run in runs
         ],
-        "conclusion": text.conclusion(series, runs)[0],
+        "conclusion": conclusion_lines(runs)[0],
     }
 
 
 def conclusion_lines(runs: Sequence[ReportedRun]) -> list[str]:
     """What the page says at its top: the conclusion, then what limits it."""
-    sentence, asides = text.conclusion(series_of(runs), runs)
-    return [sentence, *asides]
+    return text.conclusion(series_of(runs), runs)
 
 
 def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: str) -> str:
@@ -66,15 +59,13 @@ def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: s
     top = charts.highest_length(firsts)
     drawn = {
         "shares": [charts.slot_time_fractions(runs, names)],
+        "timelines": [charts.timeline(one.measured[0], i, one.label, unit) for i, one in enumerate(series)],
         "lengths": [charts.lengths(r, i, of_run[r.name], top) for i, r in enumerate(firsts)],
-        "staleness": [charts.staleness(series)] if any(one.mean("staleness_max") for one in series) else [],
-        "learning": charts.learning(series, unit),
+        "staleness": charts.curves("staleness", series, unit),
+        "learning": [*charts.curves("reward", series, unit), *charts.curves("held-out", series, unit)],
     }
-    sentence, asides = text.conclusion(series, runs)
-    timelines = [charts.timeline(one.measured[0], one.label, unit) for one in series]
     content = {
-        "sentence": sentence,
-        "asides": asides,
+        "conclusion": text.conclusion(series, runs),
         "runs": runs,
         "series": series,
         "names": names,
@@ -83,10 +74,6 @@ def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: s
         "text": text,
         "tables": tables,
         "legend": charts.legend(runs),
-        "outcomes": [one for one in charts.WORK.items() if any(one[0] in run.slot_time for run in runs)],
-        "timelines": timelines,
         "charts": drawn,
     }
-    data = {"timelines": timelines, "outcomes": list(charts.WORK.items())}
-    every_chart = [chart for of_section in drawn.values() for chart in of_section]
-    return render("report.html.j2", content, every_chart, version, data=data, scripts=["timeline.js"])
+    return render("report.html.j2", content, [chart for section in drawn.values() for chart in section], version)

@@ -6,7 +6,7 @@ Fonts, grid and background are set in page/charts.js, so that they follow light 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ REST = {
     "start": "#c3c8cd", "end": "#d2d6da",
 }  # fmt: skip
 PART_COLORS = WORK | BUBBLE | REST
-KINDS = {"Work": WORK, "Bubble": BUBBLE, "Remaining wall-clock time": REST}
 SMALLEST_IN_LEGEND = 0.0005  # fraction of slot-time: less is invisible
-UNITS = ((1.0, "s"), (60.0, "min"), (3600.0, "h"))
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 FEW_POINTS = 30  # up to this many, a curve shows each point as a dot
 Trace = dict[str, Any]
+MIN_TO_MAX: Mapping[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,8 @@ class Chart:
     height: int = 300
 
 
-class TimeUnit(NamedTuple):
-    seconds: float
-    name: str
-
-    def of(self, seconds: float) -> float:
-        return rounded(seconds / self.seconds)
-
-
-def time_unit(longest_seconds: float) -> TimeUnit:
-    fitting = [unit for unit in UNITS if longest_seconds >= 10 * unit[0]] or [UNITS[0]]
-    return TimeUnit(*fitting[-1])
+def time_unit(longest_seconds: float) -> str:
+    return [unit for unit, seconds in UNITS.items() if unit == "s" or longest_seconds >= 10 * seconds][-1]
 
 
 # Slot-time
@@ -72,10 +63,10 @@ def slot_time_fractions(runs: Sequence[ReportedRun], names: Sequence[str]) -> Ch
         }
         for part, color in ordered({part for run in runs for part in run.slot_time})
     ]  # fmt: skip
-    layout = _layout("slot-time, wall-clock (%)", "", barmode="stack", bargap=0.35, hovermode="y unified")
-    layout["xaxis"]["range"] = [0, 100]
-    layout["yaxis"] |= {"autorange": "reversed", "ticksuffix": "  "}
-    return Chart("shares", "Where all slot-time went", _view(data, layout), height=84 + 38 * len(runs))
+    bars = layout("slot-time, wall-clock (%)", "", barmode="stack", bargap=0.35, hovermode="y unified")
+    bars["xaxis"]["range"] = [0, 100]
+    bars["yaxis"] |= {"autorange": "reversed", "ticksuffix": "  "}
+    return Chart("shares", "Where all slot-time went", _view(data, bars), height=84 + 38 * len(runs))
 
 
 def part_name(part: str) -> str:
@@ -89,38 +80,38 @@ def ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
     return [(part, PART_COLORS.get(part, "#bcc1c7")) for part in present]
 
 
-def legend(runs: Sequence[ReportedRun]) -> list[tuple[str, list[tuple[str, str]]]]:
+def legend(runs: Sequence[ReportedRun]) -> dict[str, list[tuple[str, str]]]:
     """Name and color of every part that appears in these runs, by kind."""
-    present = {part for run in runs for part, share in run.slot_time.items() if share >= SMALLEST_IN_LEGEND}
-    kinds = {part: kind for kind, parts in KINDS.items() for part in parts}
     found: dict[str, list[tuple[str, str]]] = {}
-    for part, color in ordered(present):
-        found.setdefault(kinds.get(part, "Remaining wall-clock time"), []).append((part_name(part), color))
-    return list(found.items())
+    for part, color in ordered({p for run in runs for p, share in run.slot_time.items() if share > SMALLEST_IN_LEGEND}):
+        kind = "Work" if part in WORK else "Bubble" if part in BUBBLE else "Remaining wall-clock time"
+        found.setdefault(kind, []).append((part_name(part), color))
+    return found
 
 
-def timeline(run: ReportedRun, label: str, unit: TimeUnit) -> dict[str, Any]:
-    """Which rollout was in which slot, for page/timeline.js. Times are in millionths of the range shown; each of
-    `outcomes` is a place in `WORK`."""
-    until, pieces = run.slices_until, run.slices
-    seconds = until - run.began or 1.0
-    places = {outcome: place for place, outcome in enumerate(WORK)}
+def timeline(run: ReportedRun, place: int, label: str, unit: str) -> Chart:
+    """Which rollout was in which slot: a bar per slice. A vertical line is an update."""
+    slots, until = max(run.slot_counts), run.slices_until
 
-    def tick(at: float) -> int:
-        return round((min(at, until) - run.began) / seconds * 1e6)
+    def time(at: float) -> float:
+        return (min(at, until) - run.began) / UNITS[unit]
 
-    updates = [tick(at) for at in run.update_times if at <= until]
-    return {
-        "label": label if until == run.ended else f"{label}: first {counted(len(updates), 'update')}",
-        "slots": max(run.slot_counts), "duration": unit.of(seconds), "unit": unit.name, "updates": updates,
-        "slot": [piece.slot for piece in pieces],
-        "start": [tick(piece.start) for piece in pieces],
-        "end": [tick(piece.end) for piece in pieces],
-        "outcomes": [places[piece.outcome] for piece in pieces],
-        "rollout": [piece.rollout for piece in pieces],
-        "made": [piece.made for piece in pieces],
-        "version": [piece.version for piece in pieces],
-    }  # fmt: skip
+    data: list[Trace] = []
+    for outcome, color in WORK.items():
+        if stays := [stay for stay in run.slices if stay.outcome == outcome]:
+            about = [f"rollout {s.rollout}, {s.made:,} tokens, version {s.version}, {outcome}" for s in stays]
+            bars = {"type": "bar", "orientation": "h", "name": outcome, "marker": {"color": color}, "width": 0.9}
+            bars |= {"base": [rounded(time(s.start)) for s in stays], "y": [s.slot for s in stays]}
+            bars |= {"x": [rounded(time(s.end) - time(s.start)) for s in stays], "hovertext": about}
+            data.append(bars | {"hoverinfo": "text"})
+    updates = [rounded(point.seconds / UNITS[unit]) for point in run.points if run.began + point.seconds <= until]
+    marks: Trace = {"type": "scatter", "mode": "lines", "name": "updates", "line": {"color": "#5b6670", "width": 1}}
+    marks |= {"x": [x for at in updates for x in (at, at, None)], "y": [-0.5, slots - 0.5, None] * len(updates)}
+    axes = layout(f"time ({unit})", "slot", barmode="overlay", hovermode="closest")
+    axes["yaxis"] |= {"range": [slots - 0.5, -0.5], "fixedrange": True, "zeroline": False, "showgrid": False}
+    axes["xaxis"] |= {"range": [0, rounded(time(until))], "showgrid": False}
+    title = label if until == run.ended else f"{label}: first {counted(len(updates), 'update')}"
+    return Chart(f"slots-{place}", title, _view([*data, marks | {"hoverinfo": "skip"}], axes), height=420)
 
 
 # Per update
@@ -138,74 +129,59 @@ def lengths(run: ReportedRun, place: int, title: str, top: float) -> Chart:
         band | {"name": "75 %", "y": p75, "fill": "tonexty", "fillcolor": "rgba(43,127,184,0.35)"},
         band | {"name": "median", "y": p50, "line": {"color": "#2b7fb8", "width": 2}},
     ]
-    layout = _layout("update", "length (tokens)")
-    layout["yaxis"]["range"] = [0, top]
-    return Chart(f"lengths-{place}", title, _view(data, layout), height=250)
+    axes = layout("update", "length (tokens)")
+    axes["yaxis"]["range"] = [0, top]
+    return Chart(f"lengths-{place}", title, _view(data, axes), height=250)
 
 
 def highest_length(runs: Sequence[ReportedRun]) -> float:
     return 1.05 * max((point.length_quantiles[-1] for run in runs for point in run.points), default=1.0)
 
 
-def staleness(series: Sequence[Series]) -> Chart:
-    layout = _layout("update", "mean staleness (versions)", hovermode="x")
-    layout["yaxis"]["rangemode"] = "tozero"
-    data = []
-    for one in series:
-        data += curve(one, [[Dot(p.updates, p.updates, p.staleness) for p in run.points] for run in one.runs])
-    return Chart("staleness", "Staleness per update", _view(data, layout), height=270)
+# By chart: title, title of the y axis, and the values of a run at points with `updates`, `rollouts` and `seconds`.
+CURVES: dict[str, tuple[str, str, Callable[[ReportedRun], list[tuple[Any, float]]]]] = {
+    "staleness": (
+        "Staleness per update", "mean staleness (versions)", lambda run: [(p, p.staleness) for p in run.points]
+    ),
+    "reward": ("Reward per update", "mean reward", lambda run: [(p, p.reward) for p in run.points]),
+    "held-out": (
+        "Held-out score", "fraction of problems solved", lambda run: [(h, h.score["value"]) for h in run.held_out]
+    ),
+}  # fmt: skip
 
 
-def learning(series: Sequence[Series], unit: TimeUnit) -> list[Chart]:
-    """Reward per update and held-out score, over trained rollouts, wall-clock time and updates."""
-    charts = []
-    if any(point.reward for one in series for run in one.runs for point in run.points):
-        charts.append(_over_axes("reward", "Reward per update", "mean reward", series, unit, _reward_curve))
-    scored = [one for one in series if any(run.held_out for run in one.runs)]
-    if scored:
-        title = "fraction of problems solved"
-        charts.append(_over_axes("held-out", "Held-out score", title, scored, unit, _held_out_curve))
-    return charts
-
-
-Axis = Callable[[Any], float]  # the place on it of an update or an evaluation
-
-
-def _over_axes(
-    id: str, title: str, y: str, series: Sequence[Series], unit: TimeUnit, of: Callable[[Series, Axis], list[Trace]]
-) -> Chart:
-    axes: dict[str, tuple[str, Axis]] = {
-        "rollouts": ("rollouts trained on", lambda at: at.rollouts),
-        "wall-clock": (f"wall-clock ({unit.name})", lambda at: unit.of(at.seconds)),
-        "updates": ("update", lambda at: at.updates),
+def curves(kind: str, series: Sequence[Series], unit: str) -> list[Chart]:
+    """The chart of one kind, with one curve per series; none if there is nothing to draw, as without rewards."""
+    title, y_title, values = CURVES[kind]
+    of_series = [(one, [values(run) for run in one.runs]) for one in series]
+    if not any(y or kind == "held-out" for _, of_runs in of_series for of_run in of_runs for _, y in of_run):
+        return []
+    axes: dict[str, tuple[str, Callable[[Any], float]]] = {
+        "rollouts": ("rollouts trained on", lambda point: point.rollouts),
+        "wall-clock": (f"wall-clock ({unit})", lambda point: rounded(point.seconds / UNITS[unit])),
+        "updates": ("update", lambda point: point.updates),
     }
     views = {}
-    for name, (x, axis) in axes.items():
-        layout = _layout(x, y, hovermode="x", showlegend=True)
-        layout["xaxis"]["rangemode"] = "tozero"
-        views[name] = {"data": [trace for one in series for trace in of(one, axis)], "layout": layout}
-    return Chart(id, title, views, height=320)
+    for name in ("updates",) if kind == "staleness" else axes:
+        x_title, x = axes[name]
+        data: list[Trace] = []
+        for one, of_runs in of_series:
+            dots = [[Dot(point.updates, x(point), y) for point, y in of_run] for of_run in of_runs]
+            drawn = mean_curve(one.label, one.color, dots)
+            if drawn and kind == "held-out" and len(one.runs) == 1:
+                drawn[0]["error_y"] = _error_bars([held_out.score for held_out in one.runs[0].held_out])
+            data += drawn
+        view = layout(x_title, y_title, hovermode="x", showlegend=True)
+        view["xaxis"]["rangemode"] = "tozero"
+        view["yaxis"]["rangemode"] = "tozero" if kind == "staleness" else "normal"
+        views[name] = {"data": data, "layout": view}
+    return [Chart(kind, title, views)]
 
 
-def _reward_curve(one: Series, axis: Axis) -> list[Trace]:
-    return curve(one, [[Dot(p.updates, axis(p), p.reward) for p in run.points] for run in one.runs])
-
-
-def _held_out_curve(one: Series, axis: Axis) -> list[Trace]:
-    """Several seeds: mean, min and max. One run: its score with the 95 % confidence interval of the evaluation."""
-    curves = [[Dot(h.mark.updates, axis(h.mark), h.score["value"]) for h in run.held_out] for run in one.runs]
-    found = curve(one, curves, marks=True)
-    if len(one.runs) == 1 and found:
-        scores = [h.score for h in one.runs[0].held_out]
-        found[0]["error_y"] = {
-            "type": "data", "symmetric": False, "thickness": 1, "width": 3,
-            "array": [rounded(score["high"] - score["value"]) for score in scores],
-            "arrayminus": [rounded(score["value"] - score["low"]) for score in scores],
-        }  # fmt: skip
-    return found
-
-
-# Curves
+def _error_bars(scores: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """The 95 % confidence interval of each evaluation."""
+    up, down = ([rounded(abs(score[end] - score["value"])) for score in scores] for end in ("high", "low"))
+    return {"type": "data", "symmetric": False, "thickness": 1, "width": 3, "array": up, "arrayminus": down}
 
 
 class Dot(NamedTuple):
@@ -216,48 +192,44 @@ class Dot(NamedTuple):
     y: float
 
 
-def curve(one: Series, curves: Iterable[Sequence[Dot]], *, marks: bool = False) -> list[Trace]:
-    """One run: a line. Several: the mean with a min-to-max band, at the places that all of them have."""
+def mean_curve(
+    label: str,
+    color: str,
+    curves: Iterable[Sequence[Dot]],
+    edges: Mapping[str, Callable[[Sequence[float]], float]] = MIN_TO_MAX,
+) -> list[Trace]:
+    """One run: a line. Several: the mean within a band between two edges, at the places that all of them have."""
     by_place = [{dot.place: dot for dot in dots} for dots in curves if dots]
     if not by_place:
         return []
     shared = sorted(set(by_place[0]).intersection(*by_place[1:]))
     columns = [[dots[place] for dots in by_place] for place in shared]
     x = [rounded(fmean(dot.x for dot in column)) for column in columns]
-    low, mean, high = ([rounded(pick(dot.y for dot in column)) for column in columns] for pick in (min, fmean, max))
-    line = line_through(one.label, one.color, x, mean, size=7 if marks else 5)
-    line["mode"] = "lines+markers" if marks or len(x) <= FEW_POINTS else "lines"
+    heights = [[dot.y for dot in column] for column in columns]
+    line = {
+        "type": "scatter", "mode": "lines+markers" if len(x) <= FEW_POINTS else "lines", "name": label,
+        "legendgroup": label, "x": x, "y": [rounded(fmean(ys)) for ys in heights],
+        "line": {"color": color, "width": 2}, "marker": {"size": 5},
+    }  # fmt: skip
     if len(by_place) == 1:
         return [line]
-    return [*band(line, "min", low, "max", high), line | {"name": f"{one.label}, mean of {len(by_place)}"}]
-
-
-def line_through(name: str, color: str, x: Sequence[float], y: Sequence[float], size: int = 5) -> Trace:
-    return {
-        "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name, "x": x, "y": y,
-        "line": {"color": color, "width": 2}, "marker": {"size": size},
-    }  # fmt: skip
-
-
-def band(line: Trace, low_name: str, low: Sequence[float], high_name: str, high: Sequence[float]) -> list[Trace]:
-    """The edges of a translucent band around a line."""
-    name, color = line["name"], line["line"]["color"]
+    band = [
+        line | {"name": f"{label}, {name}", "y": [rounded(edge(ys)) for ys in heights], "mode": "lines"}
+        | {"line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
+        for name, edge in edges.items()
+    ]  # fmt: skip
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
-    edge = line | {"mode": "lines", "line": {"width": 0}, "showlegend": False, "hoverinfo": "skip"}
-    filled = {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.2)"}
-    return [
-        edge | {"name": f"{name}, {low_name}", "y": low},
-        edge | {"name": f"{name}, {high_name}", "y": high} | filled,
-    ]
+    band[1] |= {"fill": "tonexty", "fillcolor": f"rgba({red},{green},{blue},0.2)"}
+    return [*band, line]
 
 
-def _layout(x: str, y: str, **more: Any) -> dict[str, Any]:
+def layout(x: str, y: str, **more: Any) -> dict[str, Any]:
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
     return axes | {"hovermode": "x unified", "showlegend": False} | more
 
 
-def _view(data: list[Trace], layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {"": {"data": data, "layout": layout}}
+def _view(data: list[Trace], axes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {"": {"data": data, "layout": axes}}
 
 
 def rounded(value: float) -> float:

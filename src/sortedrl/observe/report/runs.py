@@ -6,33 +6,60 @@ log. Damaged content never raises; `ReportedRun.notices` lists what is missing.
 
 from __future__ import annotations
 
-import json
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.events import Event, Phase, RunBegan, Updated
+from sortedrl.core.events import Event, Phase, RunBegan, SettingsChanged, SlotsChanged, Updated
+from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.core.wording import counted
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import IntactLog, read_intact
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.report import folds
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.observe.run_state import is_metrics_line, is_update
-from sortedrl.observe.timeline import Slice, slices, slot_counts
+from sortedrl.observe.run_state import is_update, metrics_lines, read_object
+from sortedrl.observe.timeline import Slice, slices
 
 EVENTS = "events.jsonl"
-MOST_SLICES = 12_000  # that the slot timeline draws: of a larger run, those of its first updates
+MOST_SLICES = 4_000  # that the slot timeline draws: of a larger run, those of its first updates
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Settings in which comparable runs may differ.
 INCIDENTAL = frozenset({"seed", "out", "resume", "threads", "keep_checkpoints", "checkpoint_every", "save_rollouts"})
 _FIX = "Name a run folder, as in runs/NAME, a folder of runs, or an events.jsonl."
+_OUTLINE = frozenset({RunBegan, SlotsChanged, SettingsChanged, Phase, Updated})  # few, and the first event of every run
+
+
+class UpdatePoint(NamedTuple):
+    """One update. `updates`, `rollouts` and `seconds` count from the start of the run."""
+
+    updates: int
+    rollouts: int
+    seconds: float
+    reward: float
+    length_quantiles: tuple[float, ...]
+    staleness: float  # mean over its tokens
 
 
 class HeldOut(NamedTuple):
-    mark: folds.Mark
+    """An evaluation, and the state of the run when it started."""
+
+    updates: int
+    rollouts: int
+    seconds: float
     score: dict[str, float]  # value, low, high
+
+
+class Change(NamedTuple):
+    """A setting that was changed when the run was resumed after this many updates."""
+
+    updates: int
+    setting: str
+    old: Any
+    new: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +70,11 @@ class ReportedRun:
     ended: float
     run_metrics: RunMetrics
     slot_counts: tuple[int, ...]  # in order; more than one if it was resumed with others
-    changes: tuple[folds.Change, ...]  # of settings, when it was resumed
+    changes: tuple[Change, ...]  # of settings, when it was resumed
     slot_time: dict[str, float]  # fractions, by outcome of the work or by why the slot was empty
     slices: tuple[Slice, ...]  # before `slices_until`, on the engine's clock
     slices_until: float
-    points: tuple[folds.UpdatePoint, ...]
-    update_times: tuple[float, ...]
+    points: tuple[UpdatePoint, ...]
     settings: dict[str, Any]
     has_configuration: bool
     held_out: tuple[HeldOut, ...]
@@ -62,10 +88,6 @@ class ReportedRun:
     @property
     def seed(self) -> Any:
         return self.settings.get("seed", 0)
-
-    @property
-    def is_aggregated(self) -> bool:
-        return self.slices_until < self.ended or any(point.pooled > 1 for point in self.points)
 
     def is_copy_of(self, other: ReportedRun) -> bool:
         """Same settings and same log; a run that only repeats the seed takes other times."""
@@ -117,19 +139,19 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     if not any(isinstance(event, RunBegan) for event in log):
         raise ConfigurationError("runs", str(path), "the start of a run is not in it, or cannot be read", _FIX)
     folder = path.parent if path.name == EVENTS else None
-    outline = folds.outline(log)
-    stays = slices(log)
+    outline, stays = Outline.of(log), slices(log)
     run_metrics = Metrics().fold(log).run_metrics()
-    update_times = tuple(event.at for event in outline if isinstance(event, Updated))
-    until = _slices_until(stays, update_times, log[-1].at)
-    lines, lost_metrics = _lines(folder, "metrics.jsonl", is_metrics_line)
-    settings, configuration = _settings(folder, outline)
+    until = _slices_until(stays, [log[0].at + point.seconds for point in outline.points], log[-1].at)
+    texts = _lines(folder / "metrics.jsonl") if folder else []
+    lines = metrics_lines(texts)
+    scores = {line["update"]: line["held_out"] for line in lines if not is_update(line)}
+    configuration = read_object(folder / "config.json") if folder else None
     notices = [
         *([f"Event log: {read.notice}."] if read.notice else []),
         *_damage(read),
         *_ending(log, folder),
-        *([] if update_times else ["No update was made: this run is left out of means and comparisons."]),
-        *([f"metrics.jsonl: skipped {counted(lost_metrics, 'unreadable line')}."] if lost_metrics else []),
+        *([] if outline.points else ["No update was made: this run is left out of means and comparisons."]),
+        *([f"metrics.jsonl: skipped {counted(lost, 'unreadable line')}."] if (lost := len(texts) - len(lines)) else []),
     ]
     return ReportedRun(
         name=name,
@@ -137,18 +159,89 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         began=log[0].at,
         ended=log[-1].at,
         run_metrics=run_metrics,
-        slot_counts=slot_counts(outline),
-        changes=tuple(folds.changes_on_resume(outline)),
-        slot_time=folds.slot_time(run_metrics, stays),
+        slot_counts=tuple(outline.slots),
+        changes=tuple(outline.changes),
+        slot_time=slot_time(run_metrics, stays),
         slices=tuple(stay for stay in stays[:MOST_SLICES] if stay.start < until),
         slices_until=until,
-        points=tuple(folds.update_points(outline)),
-        update_times=update_times,
-        settings=settings,
-        has_configuration=configuration,
-        held_out=_held_out(lines, folds.evaluation_marks(outline)),
+        points=tuple(outline.points),
+        settings=outline.settings if configuration is None else configuration,
+        has_configuration=configuration is not None,
+        held_out=tuple(mark._replace(score=scores[n]) for n, mark in outline.marks.items() if n in scores),
         notices=tuple(notices),
     )
+
+
+@dataclass(slots=True)
+class Outline:
+    """What curves per update and the configuration need: a fold over the few events that are about the whole run."""
+
+    slots: list[int] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)  # of the schedule
+    points: list[UpdatePoint] = field(default_factory=list)
+    marks: dict[int, HeldOut] = field(default_factory=dict)  # by updates done; of two evaluations, the last one
+    changes: list[Change] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, log: Iterable[Event]) -> Outline:
+        found = cls()
+        next_update = rollouts = 0
+        began: float | None = None
+        for event in log:
+            if type(event) not in _OUTLINE:
+                continue
+            began = event.at if began is None else began
+            updates = len(found.points)
+            if isinstance(event, Updated):
+                if event.update >= next_update:  # else the mark of a rollback is lost, and the first one counts
+                    next_update, rollouts = event.update + 1, rollouts + len(event.rollouts)
+                    found.points.append(_point(event, updates + 1, rollouts, event.at - began))
+            elif isinstance(event, Phase):
+                if event.phase == "evaluation":
+                    found.marks[updates] = HeldOut(updates, rollouts, event.at - began, {})
+            elif isinstance(event, SettingsChanged):
+                pairs = {name: pair for name, pair in event.changes.items() if isinstance(pair, list)}
+                found.changes += [Change(updates, name, *pair) for name, pair in pairs.items() if len(pair) == 2]
+            elif isinstance(event, RunBegan | SlotsChanged):
+                if isinstance(event, RunBegan):
+                    found.settings |= event.settings
+                elif found.slots:
+                    found.changes.append(Change(updates, "slots", found.slots[-1], event.slots))
+                found.slots.append(event.slots)
+                found.settings["slots"] = event.slots
+        return found
+
+
+def _point(event: Updated, updates: int, rollouts: int, seconds: float) -> UpdatePoint:
+    lengths = sorted(event.lengths)
+    segments = [segment for of_rollout in event.segments for segment in of_rollout if segment[0] != ENVIRONMENT]
+    ages = sum(tokens * (event.version - version) for version, tokens in segments)
+    return UpdatePoint(
+        updates=updates,
+        rollouts=rollouts,
+        seconds=seconds,
+        reward=math.fsum(event.rewards) / len(event.rewards),
+        length_quantiles=tuple(quantile(lengths, share) for share in QUANTILES),
+        staleness=ages / max(1, sum(tokens for _, tokens in segments)),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Quantile of sorted values, linearly interpolated."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def slot_time(run_metrics: RunMetrics, slices: Iterable[Slice]) -> dict[str, float]:
+    """Fractions of wall-clock slot-time: work by outcome, the parts of the bubble, other phases. They add up to 1."""
+    work: defaultdict[str, float] = defaultdict(float)
+    for piece in slices:
+        work[piece.outcome] += piece.end - piece.start
+    busy = (1 - run_metrics.idle) / (math.fsum(work.values()) or 1.0)
+    parts = {outcome: seconds * busy for outcome, seconds in work.items()} | run_metrics.idle_parts
+    return {part: share for part, share in parts.items() if share > 0}
 
 
 def _slices_until(stays: Sequence[Slice], update_times: Sequence[float], ended: float) -> float:
@@ -159,41 +252,8 @@ def _slices_until(stays: Sequence[Slice], update_times: Sequence[float], ended: 
     return max((at for at in update_times if at <= most), default=most)
 
 
-def _held_out(lines: Iterable[dict[str, Any]], marks: dict[int, folds.Mark]) -> tuple[HeldOut, ...]:
-    """One per update that was followed by an evaluation; the last one if there were two."""
-    scores = {line["update"]: line["held_out"] for line in lines if not is_update(line) and line["update"] in marks}
-    return tuple(HeldOut(marks[update], score) for update, score in sorted(scores.items()))
-
-
-def _settings(folder: Path | None, log: Sequence[Event]) -> tuple[dict[str, Any], bool]:
-    """The configuration, or just the schedule's settings; and whether it is the full configuration."""
-    try:
-        saved = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
-    except (OSError, ValueError, RecursionError):
-        saved = None
-    if isinstance(saved, dict):
-        return saved, True
-    began = log[0]
-    return (dict(began.settings) | {"slots": slot_counts(log)[-1]} if isinstance(began, RunBegan) else {}), False
-
-
-def _lines(folder: Path | None, name: str, is_valid: Callable[[Any], bool]) -> tuple[list[dict[str, Any]], int]:
-    """The valid lines, and the number of invalid ones."""
-    if folder is None or not (folder / name).is_file():
-        return [], 0
-    found: list[dict[str, Any]] = []
-    lost = 0
-    with (folder / name).open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                line = None
-            if is_valid(line):
-                found.append(line)
-            else:
-                lost += 1
-    return found, lost
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
 
 
 def _damage(read: IntactLog) -> Iterable[str]:

@@ -20,26 +20,19 @@ PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
 
 
 def render(
-    template: str,
-    content: dict[str, Any],
-    charts: Sequence[Chart],
-    version: str,
-    *,
-    data: dict[str, Any] | None = None,
-    scripts: Sequence[str] = (),
-    folder: Path = PAGE,
+    template: str, content: dict[str, Any], charts: Sequence[Chart], version: str, *, folder: Path = PAGE
 ) -> str:
-    """The page from a template in `folder`. `scripts` draw `data`; charts are drawn by the page's own script."""
+    """The page from a template in `folder`. Charts are drawn by the page's own script."""
     environment = _environment(folder)
     from markupsafe import Markup
 
-    payload = {"charts": [{"id": c.id, "height": c.height, "views": c.views} for c in charts], **(data or {})}
+    payload = [{"id": chart.id, "height": chart.height, "views": chart.views} for chart in charts]
     html: str = environment.get_template(template).render(
         **content,
         version=version,
         css=Markup(_asset("report.css")),
         payload=Markup(_script_safe(payload)),
-        scripts=[Markup(_asset(name)) for name in (PLOTLY, "charts.js", *scripts)],
+        scripts=[Markup(_asset(name)) for name in (PLOTLY, "charts.js")],
     )
     return html
 

@@ -35,18 +35,9 @@ class Series:
     def has_updates(self) -> bool:
         return any(run.run_metrics.updates for run in self.runs)
 
-    @property
-    def pooled(self) -> int:
-        """Updates per point of its curves."""
-        return max((point.pooled for point in self.measured[0].points), default=1)
-
     def mean(self, field: str) -> float:
         """The mean over the measured runs of a metric that every run has."""
         return fmean(getattr(run.run_metrics, field) for run in self.measured)
-
-    def mean_sortedness(self) -> float | None:
-        known = [run.run_metrics.sortedness for run in self.runs if run.run_metrics.sortedness is not None]
-        return fmean(known) if known else None
 
 
 def series_of(runs: Sequence[ReportedRun]) -> list[Series]:
@@ -58,17 +49,15 @@ def series_of(runs: Sequence[ReportedRun]) -> list[Series]:
                 break
         else:
             groups.append([run])
-    labels = _labels([group[0] for group in groups])
-    spare = iter(OTHER_COLORS * (1 + len(groups) // len(OTHER_COLORS)))
-    used: set[str] = set()
-    found = []
-    for group, label in zip(groups, labels, strict=True):
-        color = MODE_COLORS.get(group[0].mode, "")
-        if not color or color in used:
-            color = next(spare)
-        used.add(color)
-        found.append(Series(label, color, tuple(group)))
-    return found
+    labels, colors = _labels([group[0] for group in groups]), colors_of([group[0].mode for group in groups])
+    return [Series(*one) for one in zip(labels, colors, map(tuple, groups), strict=True)]
+
+
+def colors_of(modes: Sequence[str]) -> list[str]:
+    """The color of each mode; another one for a mode without a color, and for each that has the same mode again."""
+    spare = iter(OTHER_COLORS * (1 + len(modes) // len(OTHER_COLORS)))
+    is_new = [mode in MODE_COLORS and mode not in modes[:place] for place, mode in enumerate(modes)]
+    return [MODE_COLORS[mode] if new else next(spare) for mode, new in zip(modes, is_new, strict=True)]
 
 
 def _labels(firsts: Sequence[ReportedRun]) -> list[str]:

@@ -16,8 +16,8 @@ from sortedrl.observe.report.tables import differing_keys, percent, shown
 WORKLOAD = ("task", "task_options", "data", "model")  # the settings of one workload, which schedules share
 
 
-def conclusion(series: Sequence[Series], runs: Sequence[ReportedRun]) -> tuple[str, list[str]]:
-    """One sentence, and what limits or completes it."""
+def conclusion(series: Sequence[Series], runs: Sequence[ReportedRun]) -> list[str]:
+    """One sentence, then lines that limit or complete it."""
     measured = [one for one in series if one.has_updates]
     asides = []
     if not measured:
@@ -36,9 +36,7 @@ def conclusion(series: Sequence[Series], runs: Sequence[ReportedRun]) -> tuple[s
         if found:
             asides.append(f"{title}: {'; '.join(found)}.")
     asides += [f"{', '.join(run.copies)}: a copy of {run.name}, not counted again." for run in runs if run.copies]
-    if any(run.is_aggregated for run in runs):
-        asides.append("Charts of large runs are aggregated; the metrics count every rollout.")
-    return sentence, asides
+    return [sentence, *asides]
 
 
 def _conclusion_of_one(one: Series) -> str:
@@ -113,8 +111,3 @@ def subtitle(runs: Sequence[ReportedRun]) -> str:
     slots = " / ".join(", then ".join(f"{count:,}" for count in of_a_run) for of_a_run in counts)
     of_slots = "1 slot" if counts == [(1,)] else f"{slots} slots"
     return f"{what} · {of_slots} · {counted(trained, 'rollout')} trained on"
-
-
-def sortedness(series: Sequence[Series]) -> str:
-    means = [(one.label, one.mean_sortedness()) for one in series]
-    return ", ".join(f"{label} {'unknown' if mean is None else format(mean, 'z.2f')}" for label, mean in means)

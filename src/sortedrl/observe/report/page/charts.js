@@ -1,13 +1,13 @@
 // Draws the charts of a page with plotly, in its light or dark theme. All numbers come from #report-data; no metric is
-// computed here. `page` is for the other scripts of the page.
+// computed here.
 "use strict";
-const page = (() => {
-  const report = JSON.parse(document.getElementById("report-data").textContent);
+(() => {
+  const charts = JSON.parse(document.getElementById("report-data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const LIGHT = { ink: "#1c2228", muted: "#5b6670", grid: "#e4e7eb", line: "#c9cfd6", paper: "#ffffff", empty: "#eef0f3" };
-  const DARK = { ink: "#e4e8ec", muted: "#9aa5af", grid: "#2a323a", line: "#434d57", paper: "#14181d", empty: "#20272e" };
+  const LIGHT = { ink: "#1c2228", muted: "#5b6670", grid: "#e4e7eb", line: "#c9cfd6", paper: "#ffffff" };
+  const DARK = { ink: "#e4e8ec", muted: "#9aa5af", grid: "#2a323a", line: "#434d57", paper: "#14181d" };
   const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-  const CONFIG = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] }; // no upload
+  const CONFIG = { responsive: true, displaylogo: false, modeBarButtons: [["zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]] }; // no upload
   const CLEAR = "rgba(0,0,0,0)";
   let printing = false, view = null;
   const theme = () => (dark.matches && !printing ? DARK : LIGHT);
@@ -33,20 +33,19 @@ const page = (() => {
     }, CONFIG);
   }
 
-  const painters = [() => report.charts.forEach(draw)];
-  const paintAll = () => painters.forEach((paint) => paint());
+  const paintAll = () => charts.forEach(draw);
   dark.addEventListener("change", paintAll);
   window.addEventListener("beforeprint", () => { printing = true; paintAll(); });
   window.addEventListener("afterprint", () => { printing = false; paintAll(); });
   document.querySelectorAll('input[name="view"]').forEach((radio) =>
     radio.addEventListener("change", () => {
       view = radio.value;
-      report.charts.filter((chart) => view in chart.views).forEach(draw);
+      charts.filter((chart) => view in chart.views).forEach(draw);
     }),
   );
 
   // One chart at a time, so that the page stays responsive
-  const waiting = [...report.charts];
+  const waiting = [...charts];
   function next() {
     if (waiting.length) {
       draw(waiting.shift());
@@ -56,5 +55,4 @@ const page = (() => {
     }
   }
   setTimeout(next);
-  return { report, theme, FONT, painters };
 })();
