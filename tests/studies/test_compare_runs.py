@@ -22,8 +22,7 @@ from forked import Done
 from processes import is_running, wait_for_end
 from sortedrl.studies.compare import runs as compare_runs
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
-from sortedrl.studies.compare.progress import StudyProgress
-from sortedrl.studies.compare.runs import Ended, Runner, StudyRun, core_shares, error_of, runs_of
+from sortedrl.studies.compare.runs import StudyProgress, StudyRun, core_shares, error_of, run_all, runs_of
 from sortedrl.studies.compare.study import parsed_study
 from sortedrl.studies.compare.study_folder import run_study
 
@@ -97,13 +96,9 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 def without_time(line: dict[str, Any]) -> dict[str, Any]:
     """What does not depend on how fast the machine was."""
-    outcomes = {
-        name: value
-        for name, value in line["outcomes"].items()
-        if "second" not in name and name not in ("bubble", "goodput")
-    }
+    metrics = {name: value for name, value in line["metrics"].items() if name not in ("bubble", "goodput")}
     curve = {name: values for name, values in line["curve"].items() if name != "seconds"}
-    return {"arm": line["arm"], "seed": line["seed"], "outcomes": outcomes, "curve": curve, "series": line["series"]}
+    return {"arm": line["arm"], "seed": line["seed"], "metrics": metrics, "curve": curve, "series": line["series"]}
 
 
 def by_name(line: dict[str, Any]) -> tuple[str, int]:
@@ -249,8 +244,8 @@ class Scripted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[StudyRun], str]) -> None:
         self.started: list[str] = []
-        self.ended: list[Ended] = []
-        self.output = io.StringIO()
+        self.ended: list[tuple[str, str | None]] = []
+        self.stopped = ""
         self._folder = folder
 
         def start(run: StudyRun, cores: Any) -> subprocess.Popen[bytes]:
@@ -266,14 +261,16 @@ class Scripted:
     def run(self, *, seeds: int, jobs: int = 1) -> None:
         study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)
         runs = runs_of(parsed_study(study, "toy"), self._folder)
-        Runner(jobs, StudyProgress(runs, self.output), self._on_end, most_failures=2).run_all(runs)
+        progress = StudyProgress(runs, lambda line: None)
+        self.stopped = run_all(runs, jobs, progress, self._on_end, most_failures=2)
 
-    def _on_end(self, ended: Ended) -> None:
-        self.ended.append(ended)
+    def _on_end(self, run: StudyRun, error: str | None) -> str:
+        self.ended.append((run.name, error))
+        return ""
 
     @property
     def finished(self) -> list[str]:
-        return [ended.run.name for ended in self.ended if ended.error is None]
+        return [name for name, error in self.ended if error is None]
 
 
 def test_if_runs_of_all_arms_fail_the_study_stops_and_explains_why(
@@ -282,9 +279,9 @@ def test_if_runs_of_all_arms_fail_the_study_stops_and_explains_why(
     study = Scripted(monkeypatch, tmp_path, lambda run: FAILS)
     study.run(seeds=3)
     assert study.started == ["baseline seed 0", "elevator seed 0"]
-    last = study.output.getvalue().splitlines()[-1]
-    assert last.startswith("STOPPED: 2 runs of all arms failed one after another, so 4 others are not started.")
-    assert str(tmp_path / "runs/elevator/seed-0.log") in last and "the same command continues" in last
+    expected = "STOPPED: 2 runs of all arms failed one after another, so 4 others are not started."
+    assert study.stopped.startswith(expected)
+    assert str(tmp_path / "runs/elevator/seed-0.log") in study.stopped and "the same command continues" in study.stopped
 
 
 def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -296,14 +293,14 @@ def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.M
     study = Scripted(monkeypatch, tmp_path, script_of)
     study.run(seeds=4, jobs=3)
     assert sorted(study.finished) == [f"baseline seed {seed}" for seed in range(4)]
-    assert "STOPPED" not in study.output.getvalue()
+    assert study.stopped == ""
 
 
 def test_the_other_runs_save_if_a_result_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saves = "trap 'touch {study}/saved; exit 0' TERM; touch {study}/go; while true; do sleep 0.05; done"
     study = Scripted(monkeypatch, tmp_path, lambda run: WAITS_FOR_OTHERS if run.arm == "baseline" else saves)
 
-    def full_disk(ended: Ended) -> None:
+    def full_disk(run: StudyRun, error: str | None) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(study, "_on_end", full_disk)
@@ -375,14 +372,17 @@ def test_a_finished_run_with_damaged_metrics_is_run_again(
 def test_failed_runs_are_no_work_done_in_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runs = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)
     clock = iter([0.0, *[10.0] * 9])
-    monkeypatch.setattr("sortedrl.studies.compare.progress.time.monotonic", lambda: next(clock))
-    progress = StudyProgress(runs, io.StringIO())
-    for run in runs[:2]:
-        progress.started(run)
-    progress.ended(Ended(runs[0], "no space left"))
+    monkeypatch.setattr("sortedrl.studies.compare.runs.time.monotonic", lambda: next(clock))
+    printed: list[str] = []
+    progress = StudyProgress(runs, printed.append)
+    progress.ended(runs[0], runs[1:2], "FAILED", failed=True)
     assert progress.seconds_left() is None, "it failed within 2 s: that is not the speed of a run"
-    progress.ended(Ended(runs[1], None))
+    progress.ended(runs[1], runs[:0], "done", failed=False)
     assert progress.seconds_left() == 20.0
+    assert printed == [
+        "[1/4] baseline seed 0: FAILED; 1 running, 1 failed",
+        "[2/4] elevator seed 0: done; 0 running, 1 failed, 20 s left",
+    ]
 
 
 # Real studies
@@ -395,18 +395,19 @@ def test_a_study_leaves_a_line_per_run_a_page_and_the_numbers(finished: Path) ->
     for line in found:
         assert line["curve"]["update"] == [0, 5, 10, 15, 20]
         assert line["curve"]["rollouts"][-1] == sum(line["rollouts_per_update"])
-        assert line["outcomes"]["final_score"] == line["curve"]["score"][-1]
         assert len(line["series"]["grad_norm"]) == 20
-        assert line["outcomes"]["grad_norm"] > 0
-        assert line["outcomes"]["seconds"] < line["wall_seconds"]
+        assert line["curve"]["seconds"][-1] < line["wall_seconds"]
         assert line["versions"]["torch"] and line["device"].startswith("CPU")
-    assert found[0]["outcomes"]["staleness"] == 0 < found[2]["outcomes"]["staleness"]
+    assert found[0]["metrics"]["staleness"] == 0 < found[2]["metrics"]["staleness"]
     assert found[0]["curve"]["score"][0] == found[2]["curve"]["score"][0], "arms of a seed start alike"
     assert len({line["problems"] for line in found}) == 1 and found[0]["problems"]
     numbers = json.loads((finished / "compare.json").read_text())
     (contrast,) = numbers["contrasts"]
-    pairs = zip(found[2:], found[:2], strict=True)
-    differences = [a["outcomes"]["curve_area"] - b["outcomes"]["curve_area"] for a, b in pairs]
+    outcomes = {by_name(run): run["outcomes"] for run in numbers["runs"]}
+    assert all(outcomes[by_name(line)]["final_score"] == line["curve"]["score"][-1] for line in found)
+    assert all(one["grad_norm"] > 0 for one in outcomes.values())
+    areas = {name: one["curve_area"] for name, one in outcomes.items()}
+    differences = [areas["elevator", seed] - areas["baseline", seed] for seed in (0, 1)]
     assert contrast["difference"]["mean"] == pytest.approx(sum(differences) / 2)
     assert contrast["anecdote"] and contrast["primary"]
     page = (finished / "compare.html").read_text()

@@ -60,20 +60,10 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """Of the study, after results were known."""
-
-    after_results: int
-    key: str  # of `Study.plan`
-    before: Any
-    now: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     study: Study
     planned_after: int | None  # results that were known when the study was first recorded; None: it never was
-    changes: tuple[Change, ...]
+    changes: tuple[dict[str, Any], ...]  # of `Study.plan` after results were known: after_results, key, before, now
     finished: tuple[FinishedRun, ...]
     failures: tuple[dict[str, Any], ...]  # arm, seed and error
     not_run: tuple[Key, ...]
@@ -91,9 +81,9 @@ class Comparison:
 
 
 def compare(study: Study, results: Results) -> Comparison:
-    lines = results.runs
+    lines, finished = results.runs, results.finished
     wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
-    runs = {key: _finished(lines[key], study) for key in wanted if key in lines and "error" not in lines[key]}
+    runs = {key: _finished(finished[key], study) for key in wanted if key in finished}
     named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
     asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
     others = [
@@ -102,13 +92,13 @@ def compare(study: Study, results: Results) -> Comparison:
         for outcome in study.outcomes
         if (arm, minus, outcome) not in asked
     ]
-    failed = [lines[key] for key in wanted if "error" in lines.get(key, {})]
+    failed = [lines[key] for key in wanted if key in lines and key not in finished]
     return Comparison(
         study=study,
         planned_after=results.plans[0].results_known if results.plans else None,
         changes=tuple(_changes(study, results)),
         finished=tuple(runs.values()),
-        failures=tuple({key: line[key] for key in ("arm", "seed", "error")} for line in failed),
+        failures=tuple({"arm": line["arm"], "seed": line["seed"], "error": line["error"]} for line in failed),
         not_run=tuple(key for key in wanted if key not in lines),
         contrasts=tuple(_compared(contrast, study, runs) for contrast in named),
         exploratory=tuple(_compared(contrast, study, runs, resample=False) for contrast in others),
@@ -129,7 +119,7 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
         "settings": study.settings,
         "study_digest": study.digest,
         "study_planned_after_results": comparison.planned_after,
-        "study_changes": [asdict(change) for change in comparison.changes],
+        "study_changes": list(comparison.changes),
         "arms": {
             arm: {"settings": own, "outcomes": {name: asdict(one) for name, one in comparison.summaries[arm].items()}}
             for arm, own in study.arms.items()
@@ -143,21 +133,22 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
     }
 
 
-def _changes(study: Study, results: Results) -> Iterator[Change]:
+def _changes(study: Study, results: Results) -> Iterator[dict[str, Any]]:
     """Between the plans recorded, and up to this study. Lines of runs have their threshold, also without any plan."""
     thresholds = [line["threshold"] for line in results.runs.values() if "threshold" in line]
     plans = [Plan("", {"threshold": thresholds[0]} if thresholds else {}, 0), *results.plans]
-    for before, now in pairwise([*plans, Plan(study.digest, study.plan, results.finished)]):
+    for before, now in pairwise([*plans, Plan(study.digest, study.plan, len(results.finished))]):
         for key, value in now.values.items() if now.results_known else ():
             if before.values.get(key, value) != value:
-                yield Change(now.results_known, key, before.values[key], value)
+                yield {"after_results": now.results_known, "key": key, "before": before.values[key], "now": value}
 
 
 def _finished(line: Line, study: Study) -> FinishedRun:
     arm, curve, threshold = line["arm"], o.curve_of(line), study.threshold
     axes = {} if threshold is None else o.NEEDS_THRESHOLD
     times = {name: o.reached(curve, threshold or 0.0, axis) for name, axis in axes.items()}
-    outcomes = o.outcomes_of(line, threshold, study.metrics, study.cohort_rollouts(arm))
+    outcomes = o.outcomes_of(line, curve, study.metrics, study.cohort_rollouts(arm))
+    outcomes |= {name: time.at for name, time in times.items()}
     used = line["device"], versions_used(line), problems_used(line)
     return FinishedRun(arm, line["seed"], tuple(curve), outcomes, times, *used)
 
@@ -177,8 +168,9 @@ def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, FinishedRun],
         found, censoring = paired.threshold_difference(*times, resample=resample)
     elif seeds:
         found = paired.difference(*(_values(side, outcome) for side in sides), resample=resample)
-    named = contrast.name, contrast.arm, contrast.minus, outcome, contrast.primary
-    return Compared(*named, seeds, missing, apart, changed, len(seeds) < paired.ENOUGH_SEEDS, found, censoring)
+    is_anecdote = len(seeds) < paired.ENOUGH_SEEDS
+    of_contrast = contrast.name, contrast.arm, contrast.minus, outcome, contrast.primary
+    return Compared(*of_contrast, seeds, missing, apart, changed, is_anecdote, found, censoring)
 
 
 def _pairs(

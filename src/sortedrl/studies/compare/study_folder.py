@@ -15,13 +15,19 @@ from sortedrl.observe.report.self_contained import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
-from sortedrl.studies.compare.progress import StudyProgress
 from sortedrl.studies.compare.results import Results, append, read_results, record_plan, result_line
-from sortedrl.studies.compare.runs import Ended, Runner, StudyRun, runs_of, wait_for_earlier_runs
+from sortedrl.studies.compare.runs import (
+    StudyProgress,
+    StudyRun,
+    duration,
+    run_all,
+    runs_of,
+    wait_for_earlier_runs,
+)
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
 from sortedrl.training.run_lock import locked
 
-STUDY, RESULTS, PAGE, JSON = "study.toml", "results.jsonl", "compare.html", "compare.json"
+STUDY, RESULTS, PAGE = "study.toml", "results.jsonl", "compare.html"
 LARGE = ("checkpoints", "model")  # of a finished run: the study needs neither
 Log = Callable[[str], None]
 
@@ -34,50 +40,52 @@ def run_study(study: Study, folder: Path, jobs: int, stream: TextIO, version: st
     log: Log = lambda line: print(line, file=stream, flush=True)  # noqa: E731
     refuse_other_folder(folder)
     with locked(folder, log):
-        return _run_what_is_missing(study, folder, jobs, stream, version, log)
+        return _run_what_is_missing(study, folder, jobs, version, log)
 
 
-def _run_what_is_missing(study: Study, folder: Path, jobs: int, stream: TextIO, version: str, log: Log) -> Comparison:
+def _run_what_is_missing(study: Study, folder: Path, jobs: int, version: str, log: Log) -> Comparison:
     runs, results = runs_of(study, folder), folder / RESULTS
-    known = _results_so_far(study, folder, runs)
+    known = _results_so_far(study, folder, runs).finished
     wait_for_earlier_runs(runs, log)
     write_atomically(folder / STUDY, study.text)
     record_plan(results, study)
 
-    def add(ended: Ended) -> None:
+    def add(run: StudyRun, error: str | None = None) -> str:
         """Add the line of a run that ended, and make room. `IncompleteRun`: a finished run lacks results."""
-        before = known.runs.get((ended.run.arm, ended.run.seed), {"error": ""})
-        line = result_line(study, ended.run, ended.error, None if "error" in before else before)
+        line = result_line(study, run, error, known.get(run.key))
         append(results, line)
-        for name in LARGE if ended.error is None and not study.keep_models else ():
-            shutil.rmtree(ended.run.folder / name, ignore_errors=True)
+        if error is not None:
+            return f"FAILED: {error}"
+        for name in () if study.keep_models else LARGE:
+            shutil.rmtree(run.folder / name, ignore_errors=True)
+        first, *_, last = 2 * line["curve"]["score"]
+        return f"held-out score {first:.3f} -> {last:.3f} in {duration(line['wall_seconds'])}"
 
-    def record(ended: Ended) -> None:
+    def record(run: StudyRun, error: str | None) -> str:
         try:
-            add(ended)
+            return add(run, error)
         except IncompleteRun as incomplete:
-            add(Ended(ended.run, str(incomplete)))
+            return add(run, str(incomplete))
 
     for run in runs:
-        line = known.runs.get((run.arm, run.seed), {"error": "not run"})
-        if run.is_finished and ("error" in line or not set(study.metrics) <= line["series"].keys()):
+        if run.is_finished and not {"length", *study.metrics} <= known.get(run.key, {"series": {}})["series"].keys():
             try:
-                add(Ended(run, None))  # it finished in an earlier call
+                add(run)  # it finished in an earlier call
             except IncompleteRun as damage:
-                known.runs.pop((run.arm, run.seed), None)
+                known.pop(run.key, None)
                 damaged = run.folder.with_name(f"damaged-{run.folder.name}")
                 shutil.rmtree(damaged, ignore_errors=True)
                 log(f"{run.name} is run again, and its folder is now {run.folder.rename(damaged)}: {damage}")
-    waiting = _waiting(runs, known)
+    waiting = [run for run in runs if not run.is_finished and run.key not in known]
     finished = len(runs) - len(waiting)
     log(f"{folder}: {finished} of {len(runs)} runs are finished, {min(jobs, len(waiting))} at once")
-    progress = StudyProgress(waiting, stream, finished_before=finished)
+    progress = StudyProgress(waiting, log, finished_before=finished)
     try:
-        Runner(jobs, progress, record, most_failures=max(2, len(study.arms))).run_all(waiting)
+        if stopped := run_all(waiting, jobs, progress, record, most_failures=max(2, len(study.arms))):
+            log(stopped)
     finally:
-        progress.close()
         comparison = compare(study, read_results(results))
-        _write(comparison, folder / PAGE, folder / JSON, version, log)
+        _write(comparison, folder / PAGE, version, log)
     return comparison
 
 
@@ -85,13 +93,9 @@ def check_runs(study: Study, folder: Path, check: Validate) -> None:
     """Check that runs in the folder have the settings of the study, and the arms that have runs to start; nothing is
     written."""
     runs = runs_of(study, folder)
-    waiting = _waiting(runs, _results_so_far(study, folder, runs))
+    known = _results_so_far(study, folder, runs).finished
+    waiting = [run for run in runs if not run.is_finished and run.key not in known]
     validate_runs(study, check, arms=dict.fromkeys(run.arm for run in waiting), seeds=study.seeds[:1])
-
-
-def _waiting(runs: Iterable[StudyRun], known: Results) -> list[StudyRun]:
-    failed = {"error": "not run"}
-    return [run for run in runs if not run.is_finished and "error" in known.runs.get((run.arm, run.seed), failed)]
 
 
 def _results_so_far(study: Study, folder: Path, runs: Iterable[StudyRun]) -> Results:
@@ -106,8 +110,8 @@ def _results_so_far(study: Study, folder: Path, runs: Iterable[StudyRun]) -> Res
 
 
 def _refuse_changed_results(study: Study, known: Results, fix: str) -> None:
-    for (arm, seed), line in known.runs.items():
-        if arm in study.arms and "error" not in line:
+    for (arm, seed), line in known.finished.items():
+        if arm in study.arms:
             _refuse_changed(study.settings_of(arm), line["settings"], f"{arm} seed {seed} was run with", fix)
 
 
@@ -145,12 +149,13 @@ def rebuild(source: Path, study_file: Path | None, out: Path | None, log: Log, v
     _refuse_changed_results(study, known, "Name the study of these results.")
     comparison = compare(study, known)
     to = (out or results.parent) / (PAGE if results.name == RESULTS else f"{results.stem}.html")
-    _write(comparison, to, to.with_suffix(".json"), version, log)
+    _write(comparison, to, version, log)
     return comparison
 
 
-def _write(comparison: Comparison, html: Path, plain: Path, version: str, log: Log) -> None:
-    """Both files. Without jinja2 there is no page, and a line that names the package."""
+def _write(comparison: Comparison, html: Path, version: str, log: Log) -> None:
+    """The page, and the numbers beside it. Without jinja2 there is no page, and a line that names the package."""
+    plain = html.with_suffix(".json")
     written = f"{html} and {plain}"
     try:
         write_page(html, page(comparison, version))

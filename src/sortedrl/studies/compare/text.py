@@ -79,8 +79,8 @@ def study_as_planned(comparison: Comparison) -> str:
     elif known:
         said.append(f"first recorded after {counted(known, 'result')} were known")
     for one in comparison.changes:
-        values = f"{_said(one.before)} -> {_said(one.now)}"
-        said.append(f"changed after {counted(one.after_results, 'result')} were known: {one.key} {values}")
+        values = f"{_said(one['before'])} -> {_said(one['now'])}"
+        said.append(f"changed after {counted(one['after_results'], 'result')} were known: {one['key']} {values}")
     said += ["what was not planned is exploratory"] * bool(comparison.changes)
     return f"Study {comparison.study.digest}: {'; '.join(said) or 'as planned before the first result'}."
 
