@@ -21,7 +21,7 @@ from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.tasks.calculator import calculator
 from sortedrl.tasks.environment_calls import turns_of
 from sortedrl.tasks.environment_host import Host, LocalHost
-from sortedrl.tasks.environment_workers import WorkerHosts, _Process
+from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment
@@ -196,22 +196,6 @@ def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: 
         assert ("was killed" if text == "block" else "exit code 3") in str(answer.error)
         wait_for_end(process_id)
         assert "turn 2 of p0" in shown(turn(environments, bystander, "two")), "replayed in a new process"
-
-
-@pytest.mark.parametrize(("since", "reason"), [(0.0, "gave no answer within 1 s"), (1e12, "SIGALRM")])
-def test_a_process_that_its_own_timer_ended_was_blocked(since: float, reason: str) -> None:
-    """The timer is for runs that cannot kill it in time. An environment may also have a timer of its own."""
-
-    class Ended:
-        ended_by_its_timer = True
-
-        def death(self) -> WorkerError:
-            return WorkerError("a worker process died with signal SIGALRM")
-
-    process = _Process(b"", 0, 1.0, lambda call, result: None, lambda process, note, error: None)
-    process._ready_at = since
-    assert reason in str(process._death(Ended()))  # type: ignore[arg-type]
-    process.close()
 
 
 def test_an_answer_that_is_too_large_is_an_error() -> None:

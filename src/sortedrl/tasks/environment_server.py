@@ -1,84 +1,30 @@
-"""A worker process that holds environment instances: its event loop, and a note about it that outlives the process."""
+"""A worker process that holds environment instances and answers many calls at a time, in one event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import pickle
-import signal
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
-from sortedrl.tasks.environment import Environment, EnvironmentTask
 from sortedrl.tasks.environment_host import Call, Instances
-from sortedrl.tasks.worker_process import (
-    CANCELED,
-    LOST_CONNECTION,
-    LOST_MODULES,
-    OUT_OF_MEMORY,
-    Answer,
-    Channel,
-    Modules,
-    built,
-    end_group,
-    message_of,
-)
+from sortedrl.tasks.worker_server import CANCELED, OUT_OF_MEMORY, Answer, Connection, Note, Page, Request, built
 
-SERVER = __name__
-GRACE_SECONDS = 2.0  # for a process to answer that a call exceeded its limit
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
+TICK_SECONDS = 0.5  # how often an idle event loop notes that it is not blocked
 BUSY_SECONDS = 0.05  # a callback that takes longer delays the others
-_RUNS_FOR: ContextVar[tuple[int, int]] = ContextVar("runs_for", default=(0, 0))  # the problem and the call of a task
-
-
-class Note(NamedTuple):
-    """What the event loop of a process works for, and since when; 0: for no problem, or no call."""
-
-    problem: int
-    call: int
-    since: float  # by time.monotonic, which all processes of a machine share
-
-
-class Page:
-    """Shared memory for a note, which outlives the process that writes it."""
-
-    _FORMAT = struct.Struct("=QQd")
-
-    def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, self._FORMAT.size)
-
-    def write(self, note: Note) -> None:
-        self._FORMAT.pack_into(self._memory, 0, *note)
-
-    def read(self) -> Note:
-        return Note(*self._FORMAT.unpack_from(self._memory))
-
-    def close(self) -> None:
-        self._memory.close()
-
-
-def problem_of(call: Call) -> int:
-    """A short name of its problem, the same in all processes, and not 0."""
-    return zlib.crc32(str(getattr(call.problem, "id", call.instance)).encode()) + 1
-
-
-def instances_of(task: EnvironmentTask) -> Instances:
-    build: Callable[[], Environment] = task.environment
-    return Instances(build, ends_process=True)
+_RUNS_FOR: ContextVar[tuple[int, int]] = ContextVar("runs_for", default=(0, 0))  # the owner and the call of a task
 
 
 def serve(descriptor: int, parent: int, memory_bytes: int, page: int) -> None:
     """The main loop of a worker process: answers calls until the connection closes."""
-    channel, instances = built(descriptor, parent, memory_bytes)
+    connection, instances = built(descriptor, parent, memory_bytes)
     loop = _NotingLoop(Page(page), instances.excuse)
-    server = _Server(channel, instances, loop)
+    server = _Server(connection, instances, loop)
     loop.call_soon(server.tick)
     threading.Thread(target=server.read, daemon=True).start()
     while True:
@@ -105,9 +51,9 @@ class _NotingLoop(asyncio.SelectorEventLoop):
         return super().call_at(when, self._noted, callback, *args, context=context)
 
     def _noted(self, callback: Callable[..., Any], *args: Any) -> None:
-        problem, call = _RUNS_FOR.get()
+        owner, call = _RUNS_FOR.get()
         began = time.monotonic()
-        self._page.write(Note(problem, call, began))
+        self._page.write(Note(owner, call, began))
         try:
             callback(*args)
         finally:
@@ -121,44 +67,33 @@ class _NotingLoop(asyncio.SelectorEventLoop):
 
 
 class _Server:
-    def __init__(self, channel: Channel, instances: Instances, loop: _NotingLoop) -> None:
-        self._channel = channel
+    def __init__(self, connection: Connection, instances: Instances, loop: _NotingLoop) -> None:
+        self._connection = connection
         self._instances = instances
         self._loop = loop
-        self._modules = Modules()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by instance
-        self._problems: dict[int, int] = {}  # by instance
         self._closing: set[asyncio.Task[None]] = set()
-        self._limit_seconds = 0.0
 
     def tick(self) -> None:
-        # On systems where a process does not end with its parent, nothing else would end a blocked loop.
-        signal.setitimer(signal.ITIMER_REAL, self._limit_seconds + 2 * GRACE_SECONDS if self._tasks else 0.0)
-        self._loop.call_later(GRACE_SECONDS / 2, self.tick)
+        self._loop.call_later(TICK_SECONDS, self.tick)
 
     def read(self) -> None:
         while True:
-            try:
-                limit_seconds, message = pickle.loads(self._channel.receive())
-            except BaseException:  # the parent closed the connection
-                end_group()
-            self._loop.call_soon_threadsafe(self._take, limit_seconds, message)
+            self._loop.call_soon_threadsafe(self._take, self._connection.receive())
 
-    def _take(self, limit_seconds: float, message: Call | int | None) -> None:
-        self._limit_seconds = limit_seconds
+    def _take(self, request: Request) -> None:
+        _RUNS_FOR.set((request.owner, request.number))  # of the tasks that are created from here
+        message: Call | int = pickle.loads(request.content)
         if isinstance(message, Call):
-            self._problems[message.instance] = problem_of(message)
-            _RUNS_FOR.set((problem_of(message), message.number))  # of the tasks that are created from here
-            self._tasks[message.instance] = self._loop.create_task(self._answer(message))
-        elif message is not None:
-            _RUNS_FOR.set((self._problems.pop(message, 0), 0))
-            task = self._loop.create_task(self._drop(message))
+            self._tasks[message.instance] = self._loop.create_task(self._answer(message, request))
+        else:
+            task = self._loop.create_task(self._drop(message, request.seconds))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer(self, call: Call, request: Request) -> None:
         try:
-            result = await self._instances.answer(call, self._limit_seconds)
+            result = await self._instances.answer(call, request.seconds)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except asyncio.CancelledError:
@@ -166,18 +101,15 @@ class _Server:
                 self._loop.note_nothing(time.monotonic())
                 os._exit(CANCELED)
             raise
-        if not self._modules.are_intact():
-            os._exit(LOST_MODULES)
+        self._connection.require_modules()
         self._tasks.pop(call.instance, None)
-        try:
-            self._channel.send(message_of(Answer(call.number, "returned", result), MAX_ANSWER_BYTES))
-        except BaseException:
-            os._exit(LOST_CONNECTION)
+        has_threads = threading.active_count() > 2  # this one, and the one that reads
+        self._connection.send(Answer(request.number, "returned", result, has_threads), request.answer_bytes)
 
-    async def _drop(self, instance: int) -> None:
+    async def _drop(self, instance: int, limit_seconds: float) -> None:
         task = self._tasks.pop(instance, None)
         if task is not None:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        await self._instances.close(instance, self._limit_seconds)
+        await self._instances.close(instance, limit_seconds)

@@ -1,9 +1,9 @@
 """A process that takes all that it started with it, even processes in sessions of their own.
 
 The process forks. The child goes on. The parent, its guardian, runs no foreign code: it waits for the end of the child,
-of the process that started it, or for SIGTERM. Then it kills every process that is left below it and ends as the child
-did. Linux makes orphans below a "subreaper" its children, so none can leave. Elsewhere the guardian kills the child's
-process group.
+for SIGTERM, or until the process that started it is gone, which it checks every second. Then it kills every process
+that is left below it and ends as the child did. Linux makes orphans below a "subreaper" its children, so none can
+leave. Elsewhere the guardian kills the child's process group.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class _Stopped(BaseException):
-    """By SIGTERM."""
+    """By SIGTERM, or because the process that started it is gone."""
 
 
 def guard(parent: int) -> None:
     """Return in a new process, which the calling one guards until `parent`, which started it, is gone."""
-    signal.signal(signal.SIGTERM, _stop)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(0)
+
+    def stop(number: int, _: Any) -> None:
+        if number == signal.SIGTERM or os.getppid() != parent:
+            raise _Stopped
+
+    signal.signal(signal.SIGTERM, stop)
     if _children_file().exists():
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     guardian = os.getpid()
     worker = os.fork()
     if worker:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
         _guard(worker)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)
@@ -51,6 +55,7 @@ def _guard(worker: int) -> NoReturn:
         while status is None:
             process, ended_with = os.wait()  # also reaps orphans
             status = ended_with if process == worker else None
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(OSError):
         os.killpg(worker, signal.SIGKILL)
@@ -81,10 +86,6 @@ def _children(worker: int) -> list[int]:
         return [int(word) for word in _children_file().read_text().split()]
     except OSError:
         return [worker]
-
-
-def _stop(*_: Any) -> NoReturn:
-    raise _Stopped
 
 
 def _prctl(option: int, value: int) -> None:

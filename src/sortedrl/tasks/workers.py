@@ -1,65 +1,49 @@
-"""Runs a function in worker processes, so that it cannot crash or block this process.
+"""Runs a function, or environments, in worker processes, so that they can neither crash nor block this process.
 
-A call that exceeds its time limit is killed, with every process that it started (guardian.py). Workers are fresh
-interpreters without the threads, the GPU or the API key of this process. Their output is discarded, so that it cannot
-mix with the output of a run. They end with this process, even if it is killed. One spare worker is kept ready, so that
-after a kill the next call does not wait for imports.
+Workers are fresh interpreters without the threads, the GPU or the API key of this process. Their output is discarded,
+so that it cannot mix with the output of a run. They end with this process, even if it is killed. A call that exceeds
+its time limit is killed, with every process that it started (guardian.py).
 
-A worker serves one call after the other, so an earlier call may have spoiled it: by a thread that ends the process, by
-using up its memory, by messages of its own. A call that fails in this way is made again in a new worker, and only that
-counts.
+Only the culprit pays for a process that ends: all other calls in it are made again. Each call has an owner, and an
+owner that ended a process which also served others gets a process of its own, where its calls are made again: the
+others may have spoiled the process, by a thread that ends it, or by using up its memory. If it is not known for which
+call the process worked, half of its owners move to another process, and so on, until the culprit is alone. Only a call
+that ends a process which no other owner shares is answered with an error. So is one that certainly blocked it.
+
+One thread owns all processes and their connections, in an event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import threading
+import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
 
-from sortedrl.tasks.worker_process import (
-    MAX_ANSWER_BYTES,
-    Limits,
-    Spoiled,
-    WorkerError,
-    WorkerProcess,
-    checked_limit,
-    memory_per_worker,
-    pickled,
-)
+from sortedrl.core.user_values import reason_of
+from sortedrl.tasks.worker_process import ENDS_A_PROCESS, Service, WorkerError, WorkerProcess, pickled
+from sortedrl.tasks.worker_server import MAX_ANSWER_BYTES, Answer, Note
+
+GRACE_SECONDS = 1.0  # for an answer on its way, and for a process to answer that a call exceeded its limit
+CLOSE_SECONDS = 5.0
+MOST_EXTRA_PROCESSES = 16
+CLOSED = "the worker processes were closed"
+
+T = TypeVar("T")
 
 
-class _FairSemaphore:
-    """Serves waiting threads in order. Python's semaphore may give a thread that has just released it the next turn,
-    again and again: an evaluation would wait for the whole scoring backlog of training."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._changed = threading.Condition()
-        self._line: deque[object] = deque()
-
-    def __enter__(self) -> None:
-        place = object()
-        with self._changed:
-            self._line.append(place)
-            try:
-                self._changed.wait_for(lambda: self._free and self._line[0] is place)
-                self._free -= 1
-            finally:
-                self._line.remove(place)
-                self._changed.notify_all()
-
-    def __exit__(self, *exc: object) -> None:
-        with self._changed:
-            self._free += 1
-            self._changed.notify_all()
+class _Again(Exception):
+    """The process ended by the fault of another call."""
 
 
 class WorkerPool:
-    """Calls a function in worker processes. Callable from any thread.
+    """Calls a function in worker processes, one call at a time in each. Callable from any thread.
 
     `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
     time limit. The function must return JSON-compatible data of at most `max_answer_bytes`. The first worker starts
@@ -76,124 +60,266 @@ class WorkerPool:
         memory_bytes: int | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        self._build = pickled(build)
-        self._limits = Limits(checked_limit(limit_seconds), max_answer_bytes)
-        self._memory_bytes = memory_bytes or memory_per_worker()
-        self._free = _FairSemaphore(workers)
-        self._most = workers + 1  # including the spare one
-        self._lock = threading.Lock()
-        self._idle: list[WorkerProcess] = []  # the last one is used first, since it is warm
-        self._all: set[WorkerProcess] = set()
-        self._starting = 0
-        self._closed = False
-        # Linux kills a child with the *thread* that started it, so one thread of the pool starts all of them.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="worker-starter")
-        weakref.finalize(self, _kill_all, self._all)
+        self._workers = Workers(Service.of(build, limit_seconds, memory_bytes, max_answer_bytes), workers)
+        self._free = asyncio.Semaphore(workers)  # first come, first served
+        self._numbers = count(1)
+        weakref.finalize(self, self._workers.close)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function. Raises TimeoutError after the time limit, and WorkerError if the function raised."""
-        call = pickled(arguments)
+        call = _call(self._workers, self._free, next(self._numbers), pickled(arguments))
         try:
-            return self._called(call)
-        except Spoiled:
-            return self._called(call, in_new_worker=True)
+            return self._workers.run(call).result()
+        except CancelledError:
+            raise WorkerError(CLOSED) from None
 
-    def _called(self, call: bytes, *, in_new_worker: bool = False) -> Any:
-        with self._borrowed(in_new_worker) as worker:
-            answer = worker.call(call, self._limits)
+    def start(self) -> None:
+        """Start a worker, without waiting for it."""
+        self._workers.run(self._workers.ready())
+
+    def wait_until_ready(self) -> None:
+        """Start a worker and wait until its function is built. Raises WorkerError if that fails."""
+        self._workers.wait_until_ready()
+
+    def process_ids(self) -> list[int]:
+        return self._workers.process_ids()
+
+    def close(self) -> None:
+        """Kill all workers, busy ones too: their calls raise WorkerError."""
+        self._workers.close()
+
+
+async def _call(workers: Workers, free: asyncio.Semaphore, number: int, arguments: bytes) -> Any:
+    async with free:
+        try:
+            return await workers.answer(number, number, arguments)
+        finally:
+            workers.leave(number)
+
+
+class Workers:
+    """`workers` processes and those of owners that ended a process. An instance stays in its process until it leaves.
+
+    Coroutines and `leave` are for the event loop (`run`), everything else for any thread."""
+
+    def __init__(self, service: Service, workers: int) -> None:
+        self._service = service
+        self._processes = [_Process(service, self._after_end) for _ in range(workers)]
+        self._extra: list[_Process] = []
+        self._process_of: dict[int, _Process] = {}  # by instance
+        self._suspects: set[int] = set()  # owners that ended a process
+        self.lost: set[int] = set()  # instances that were lost by the fault of another
+        self._is_closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._is_closed:
+            coroutine.close()
+            raise WorkerError(CLOSED)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def wait_until_ready(self) -> None:
+        self.run(self.ready()).result()
+
+    async def ready(self) -> None:
+        await self._processes[0].started()
+
+    def process_ids(self) -> list[int]:
+        workers = [process.worker for process in (*self._processes, *self._extra)]
+        return [worker.process_id for worker in workers if worker is not None]
+
+    def close(self) -> None:
+        """Kill all workers, busy ones too: their calls are canceled."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+
+    async def answer(self, instance: int, owner: int, content: bytes) -> Any:
+        """Raises WorkerError, or TimeoutError if the call blocked its process."""
+        while True:
+            process = self._process_of.get(instance)
+            if process is None:
+                process = self._process_of[instance] = self._process_for(owner)
+                process.instances[instance] = owner
+            with suppress(_Again):
+                return await process.answer(instance, owner, content)
+
+    def leave(self, instance: int, content: bytes = b"") -> None:
+        """The instance leaves its process, which is told `content`."""
+        self.lost.discard(instance)
+        process = self._process_of.pop(instance, None)
+        if process is not None:
+            owner = process.instances.pop(instance)
+            if content and process.worker is not None:
+                process.worker.send(0, owner, content)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._end())
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for process in (*self._processes, *self._extra):
+            process.drop_worker()
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                if task.get_name() != ENDS_A_PROCESS:
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _process_for(self, owner: int) -> _Process:
+        for process in self._extra:
+            if owner in process.instances.values():
+                return process
+        if owner in self._suspects:
+            return self._fresh_process() or min(self._extra, key=_size)
+        return min(self._processes, key=_size)
+
+    def _fresh_process(self) -> _Process | None:
+        """One that has served nobody; None if there are too many."""
+        for process in self._extra:
+            if not process.instances:
+                process.drop_worker()
+                return process
+        if len(self._extra) == MOST_EXTRA_PROCESSES:
+            return None
+        self._extra.append(_Process(self._service, self._after_end))
+        return self._extra[-1]
+
+    def _after_end(self, process: _Process, note: Note, error: WorkerError | TimeoutError) -> None:
+        """A process has ended, for which `note` names the culprit: the calls of all others are made again."""
+        is_known = note.call in process.calls
+        is_certain = is_known and isinstance(error, TimeoutError) and not process.has_threads
+        if note.owner:
+            self._suspects.add(note.owner)
+        owners = sorted(set(process.instances.values()))
+        place = self._fresh_process() if len(process.served) > 1 else None
+        guilty: set[int] = set()
+        if is_certain or place is None:
+            guilty = {note.call} if is_known else set(process.calls)
+        for instance, owner in list(process.instances.items()):
+            if place is not None and owner in ([note.owner] if note.owner else owners[: len(owners) // 2]):
+                place.instances[instance] = process.instances.pop(instance)
+                self._process_of[instance] = place
+            if owner != note.owner:
+                self.lost.add(instance)
+        for number, call in process.calls.items():
+            if not call.answer.done():
+                call.answer.set_exception(error if number in guilty else _Again())
+
+
+class _Call(NamedTuple):
+    owner: int
+    sent_at: float
+    answer: asyncio.Future[Answer]
+
+
+class _Process:
+    """One worker process, started with the first call and again after its end.
+
+    `on_end(process, note, error)` answers its calls. `served`: the owners that it worked for since its start.
+    """
+
+    def __init__(self, service: Service, on_end: Callable[[_Process, Note, WorkerError | TimeoutError], None]) -> None:
+        self.instances: dict[int, int] = {}  # and their owners
+        self.calls: dict[int, _Call] = {}
+        self.served: set[int] = set()
+        self.has_threads = False  # of an earlier call
+        self.worker: WorkerProcess | None = None
+        self._service = service
+        self._on_end = on_end
+        self._starting: asyncio.Task[WorkerProcess] | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def started(self) -> WorkerProcess:
+        """Raises WorkerError."""
+        if self.worker is not None:
+            return self.worker
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> WorkerProcess:
+        try:
+            worker = self.worker = await WorkerProcess.started(self._service)
+        except OSError as error:  # no process can be made
+            raise WorkerError(reason_of(error)) from None
+        finally:
+            self._starting = None
+        self._reading = asyncio.create_task(self._read(worker))
+        return worker
+
+    async def answer(self, instance: int, owner: int, content: bytes) -> Any:
+        """Raises _Again if the process ended by the fault of another call."""
+        worker = await self.started()
+        if worker is not self.worker or instance not in self.instances:  # it ended meanwhile
+            raise _Again
+        number = secrets.randbits(60)  # no earlier call can know it, and send an answer to this one
+        call = self.calls[number] = _Call(owner, time.monotonic(), asyncio.get_running_loop().create_future())
+        self.served.add(owner)
+        worker.send(number, owner, content)
+        try:
+            while not call.answer.done():
+                left = self._blocked_at() - time.monotonic()
+                if left <= 0:
+                    limit = f"no result within {self._service.limit_seconds:g} s; the worker process was killed"
+                    self._end(TimeoutError(limit))
+                else:
+                    await asyncio.wait([call.answer], timeout=left)
+        finally:
+            self.calls.pop(number, None)
+        answer = call.answer.result()
         if answer.kind == "raised":
             raise WorkerError(answer.value)
         return answer.value
 
-    def start(self) -> None:
-        """Start a worker, without waiting for it."""
-        self._keep_spare()
-
-    def wait_until_ready(self) -> None:
-        """Start a worker and wait until its function is built. Raises WorkerError if that fails."""
-        with self._borrowed() as worker:
-            worker.wait_until_ready()
-
-    def close(self) -> None:
-        """Kill all workers, busy ones too: their calls raise WorkerError."""
-        with self._lock:
-            self._closed = True
-            self._idle.clear()
-            workers = set(self._all)
-            self._all.clear()
-        _kill_all(workers)
-
-    def process_ids(self) -> list[int]:
-        with self._lock:
-            return [worker.process_id for worker in self._all]
-
-    @contextmanager
-    def _borrowed(self, is_new: bool = False) -> Iterator[WorkerProcess]:
-        """A worker for one call. It is killed if it did not answer, or cannot go on."""
-        with self._free:
-            worker = self._take(is_new)
-            try:
-                yield worker
-            except BaseException:
-                self._drop(worker)
-                raise
-            if worker.is_spoiled:
-                self._drop(worker)
-                return
-            with self._lock:
-                self._idle.append(worker)
-
-    def _take(self, is_new: bool) -> WorkerProcess:
-        """A live idle worker, or a new one. Starts another spare worker if this was the last."""
-        while True:
-            with self._lock:
-                fitting = [worker for worker in self._idle if not (is_new and worker.has_served)]
-                worker = fitting[-1] if fitting else None
-                if worker is not None:
-                    self._idle.remove(worker)
-            if worker is None:
-                worker = self._starter.submit(self._started).result()
-            if worker.is_alive():
-                break
-            self._drop(worker)  # it died after its last call, unrelated to this one
-        self._keep_spare()
-        return worker
-
-    def _keep_spare(self) -> None:
-        with self._lock:
-            if self._closed or self._idle or len(self._all) + self._starting >= self._most:
-                return
-            self._starting += 1
-        self._starter.submit(self._add_spare)
-
-    def _add_spare(self) -> None:
+    async def _read(self, worker: WorkerProcess) -> None:
+        error: WorkerError
         try:
-            worker = self._started()
-            with self._lock:
-                if worker in self._all:
-                    self._idle.insert(0, worker)
-        finally:
-            with self._lock:
-                self._starting -= 1
+            while True:
+                answer = await worker.receive()
+                self.has_threads = answer.has_threads
+                call = self.calls.pop(answer.number, None)
+                if call is not None and not call.answer.done():
+                    call.answer.set_result(answer)
+        except (EOFError, OSError):
+            error = await worker.death()
+        except (ValueError, TypeError):
+            error = WorkerError("a worker process sent an invalid message and was killed")
+        self._end(error)
 
-    def _started(self) -> WorkerProcess:
-        if self._closed:
-            raise WorkerError("the worker processes were closed")
-        worker = WorkerProcess(self._build, self._memory_bytes)
-        with self._lock:
-            self._all.add(worker)
-            closed_meanwhile = self._closed
-        if closed_meanwhile:
-            self.close()
-        return worker
+    def _end(self, error: WorkerError | TimeoutError) -> None:
+        self._on_end(self, self._note(), error)
+        self.drop_worker()
 
-    def _drop(self, worker: WorkerProcess) -> None:
-        with self._lock:
-            self._all.discard(worker)
-        worker.kill()
-        self._keep_spare()
+    def _note(self) -> Note:
+        """For which call it works, and since when."""
+        assert self.worker is not None
+        if self.worker.page is not None:
+            note = self.worker.page.read()
+            return note._replace(since=max(note.since, self.worker.ready_at))
+        for number, call in self.calls.items():
+            return Note(call.owner, number, call.sent_at)
+        return Note(0, 0, time.monotonic())
+
+    def _blocked_at(self) -> float:
+        """The time when it has worked for too long, if nothing changes."""
+        return self._note().since + self._service.limit_seconds + GRACE_SECONDS
+
+    def drop_worker(self) -> None:
+        for task in (self._starting, self._reading):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        if self.worker is not None:
+            self.worker.end()
+        self.worker = self._starting = self._reading = None
+        self.served.clear()
+        self.has_threads = False
 
 
-def _kill_all(workers: set[WorkerProcess]) -> None:
-    while workers:
-        workers.pop().kill()
+def _size(process: _Process) -> int:
+    return len(process.instances)
