@@ -9,7 +9,7 @@ is plain data for logs, `{"correct": bool, "parts": {...}}`.
     reward_workers(task)        the task's score in processes that are killed when they exceed their time limit
 
 A thread cannot be killed. A reward that may hang or takes long should run in processes
-(`reward_function(..., processes=2)`); a thread that hangs is abandoned and replaced.
+(`reward_function(..., processes=2)`); a thread that hangs is abandoned.
 """
 
 from __future__ import annotations
@@ -97,14 +97,12 @@ class BackgroundScorer:
         self._limit_seconds = math.inf
         if limit_seconds is not None:
             self._limit_seconds = checked_float("limit_seconds", limit_seconds, lambda x: x > 0, "above 0")
+        self._threads = checked_int("threads", threads, 1)
         self._changed = threading.Condition()
         self._jobs: dict[int, _Job] = {}  # by rollout id: submitted and not yet collected
         self._waiting: deque[_Job] = deque()
-        self._running: set[_Job] = set()
+        self._running: set[_Job] = set()  # each in a thread of its own
         self._done: dict[int, Score] = {}
-        self._closed = False
-        for _ in range(checked_int("threads", threads, 1)):
-            self._start_thread()
 
     @property
     def pending(self) -> int:
@@ -117,7 +115,7 @@ class BackgroundScorer:
             self._jobs[rollout.id] = job
             self._done.pop(rollout.id, None)
             self._waiting.append(job)
-            self._changed.notify_all()
+            self._start_threads()
 
     def collect(self) -> list[Score]:
         with self._changed:
@@ -135,40 +133,29 @@ class BackgroundScorer:
                 self._give_up_overdue()
 
     def close(self) -> None:
-        """Stop the threads after their current score; pending rollouts stay unscored."""
+        """Start no more scores; pending rollouts stay unscored."""
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+            self._waiting.clear()
 
-    def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name="scorer", daemon=True).start()
+    def _start_threads(self) -> None:
+        while self._waiting and len(self._running) < self._threads:
+            job = self._waiting.popleft()
+            if self._jobs.get(job.rollout.id) is job:
+                job.started_at = time.monotonic()
+                self._running.add(job)
+                threading.Thread(target=self._work, args=[job], name="scorer", daemon=True).start()
 
-    def _work(self) -> None:
-        while (job := self._next_job()) is not None:
-            scored = _attempt(self._score, job.rollout)
-            with self._changed:
-                if job not in self._running:  # abandoned: another thread has replaced this one
-                    return
-                self._running.remove(job)
-                self._finish(job, scored)
-
-    def _next_job(self) -> _Job | None:
+    def _work(self, job: _Job) -> None:
+        scored = _attempt(self._score, job.rollout)
         with self._changed:
-            while not self._closed:
-                if not self._waiting:
-                    self._changed.wait()
-                    continue
-                job = self._waiting.popleft()
-                if self._jobs.get(job.rollout.id) is job:
-                    job.started_at = time.monotonic()
-                    self._running.add(job)
-                    self._changed.notify_all()  # `wait` has a new deadline to watch
-                    return job
-        return None
+            self._finish(job, scored)
 
     def _finish(self, job: _Job, scored: Score) -> None:
-        if self._jobs.get(job.rollout.id) is job:
-            self._done[job.rollout.id] = scored
+        if job in self._running:  # otherwise it was abandoned
+            self._running.remove(job)
+            if self._jobs.get(job.rollout.id) is job:
+                self._done[job.rollout.id] = scored
+            self._start_threads()
             self._changed.notify_all()
 
     def _until_overdue(self) -> float:
@@ -178,10 +165,8 @@ class BackgroundScorer:
     def _give_up_overdue(self) -> None:
         now = time.monotonic()
         for job in [job for job in self._running if now - job.started_at >= self._limit_seconds]:
-            self._running.remove(job)
             error = f"no score within {self._limit_seconds:g} s; its thread was abandoned, not stopped"
             self._finish(job, Score(job.rollout.id, None, error=error, attempt=job.rollout.attempt))
-            self._start_thread()
 
 
 def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> Score:
