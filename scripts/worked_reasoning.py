@@ -25,7 +25,6 @@ from sortedrl.tasks.knights_and_knaves import (
     Not,
     Puzzle,
     claim_text,
-    holds,
 )
 
 
@@ -89,7 +88,7 @@ def _seems_to_fit(heard: Heard, case: Sequence[bool], thought: list[str], rng: r
     """Appends the check of a case to `thought`, up to the first contradiction."""
     for speaker, claim in heard:
         thought += [_speaker(speaker), *_called(claim, case)]
-        fits = holds(claim, case) == case[speaker]
+        fits = claim.holds(case) == case[speaker]
         if rng.random() < (flaws.reject if fits else 1.0 - flaws.overlook):
             return False
     return True
@@ -99,7 +98,7 @@ def _called(claim: Claim, case: Sequence[bool]) -> list[str]:
     """The claim, with a `yes` or `no` after each of its parts."""
     if isinstance(claim, Joined):
         return [*_called(claim.left, case), claim.connective, *_called(claim.right, case)]
-    return [claim_text(claim, COMPACT_NAMES), YES if holds(claim, case) else NO]
+    return [claim_text(claim, COMPACT_NAMES), YES if claim.holds(case) else NO]
 
 
 def _stated(case: Sequence[bool]) -> list[str]:

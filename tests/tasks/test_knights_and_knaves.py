@@ -23,7 +23,6 @@ from sortedrl.tasks.knights_and_knaves import (
     Puzzle,
     compact_text,
     fingerprint,
-    holds,
     random_puzzle,
     solutions,
     warm_start_puzzle,
@@ -68,7 +67,7 @@ def test_the_solver_finds_the_one_answer_that_trying_every_case_finds(characters
     ]
     assert len(fitting) == 1
     assert solutions(puzzle) == fitting
-    assert all(holds(claim, fitting[0]) is fitting[0][who] for who, claim in enumerate(puzzle.claims))
+    assert all(claim.holds(fitting[0]) is fitting[0][who] for who, claim in enumerate(puzzle.claims))
 
 
 def test_a_puzzle_without_and_one_with_two_answers() -> None:

@@ -16,13 +16,14 @@ answer cannot be parsed or the format is wrong. So it ranges from -3 to 3.
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, product
 from math import ceil
 from pathlib import Path
 
@@ -33,11 +34,22 @@ from sortedrl.tasks.task import Problem, Reward, SplitTask
 # --- claims ----------------------------------------------------------------------------------------------
 
 
+Assignment = tuple[bool, ...]  # whether character i is a knight
+
+
 class Connective(StrEnum):
     AND = "and"
     OR = "or"
     IMPLIES = "only if"
     IFF = "if and only if"
+
+
+_MEANING: dict[Connective, Callable[[bool, bool], bool]] = {
+    Connective.AND: operator.and_,
+    Connective.OR: operator.or_,
+    Connective.IMPLIES: operator.le,
+    Connective.IFF: operator.eq,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +59,16 @@ class Is:
     character: int
     knight: bool
 
+    def holds(self, knights: Assignment) -> bool:
+        return knights[self.character] is self.knight
+
 
 @dataclass(frozen=True, slots=True)
 class Not:
     claim: Is
+
+    def holds(self, knights: Assignment) -> bool:
+        return not self.claim.holds(knights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +76,9 @@ class Joined:
     connective: Connective
     left: Is
     right: Is
+
+    def holds(self, knights: Assignment) -> bool:
+        return _MEANING[self.connective](self.left.holds(knights), self.right.holds(knights))
 
 
 # All 25,000 claims of Logic-RL's files have one of these forms; none nests deeper.
@@ -76,67 +97,26 @@ class Puzzle:
 
 
 # --- solver ----------------------------------------------------------------------------------------------
-# A set of assignments is one integer: its bit a represents the assignment in which character i is a knight
-# exactly if bit i of a is set. A connective is then one integer operation for all assignments at once.
 
 
 @cache
-def _knight_table(character: int, characters: int) -> int:
-    """The assignments in which this character is a knight."""
-    return sum(1 << assignment for assignment in range(1 << characters) if assignment >> character & 1)
+def _assignments(characters: int) -> list[Assignment]:
+    """All of them, in an order in which the first character changes fastest."""
+    return [knights[::-1] for knights in product((False, True), repeat=characters)]
 
 
-def truth_table(claim: Claim, characters: int) -> int:
-    """The assignments in which the claim holds."""
-    every = (1 << (1 << characters)) - 1
-    match claim:
-        case Is(character, knight):
-            table = _knight_table(character, characters)
-            return table if knight else every ^ table
-        case Not(inner):
-            return every ^ truth_table(inner, characters)
-        case Joined(connective, left, right):
-            first, second = truth_table(left, characters), truth_table(right, characters)
-            match connective:
-                case Connective.AND:
-                    return first & second
-                case Connective.OR:
-                    return first | second
-                case Connective.IMPLIES:
-                    return (every ^ first) | second
-                case Connective.IFF:
-                    return every ^ first ^ second
-
-
-def holds(claim: Claim, assignment: Sequence[bool]) -> bool:
-    """Whether the claim is true when character i is a knight exactly if `assignment[i]`."""
-    place = sum(knight << character for character, knight in enumerate(assignment))
-    return bool(truth_table(claim, len(assignment)) >> place & 1)
-
-
-def solutions(puzzle: Puzzle) -> list[tuple[bool, ...]]:
-    """Every assignment (knight = True) in which each character's claim holds exactly if it is a knight."""
-    size = puzzle.characters
-    consistent = _consistent(puzzle)
+def solutions(puzzle: Puzzle) -> list[Assignment]:
+    """Every assignment in which each character's claim holds exactly if it is a knight."""
     return [
-        tuple(bool(assignment >> character & 1) for character in range(size))
-        for assignment in range(1 << size)
-        if consistent >> assignment & 1
+        knights
+        for knights in _assignments(puzzle.characters)
+        if all(claim.holds(knights) is knight for claim, knight in zip(puzzle.claims, knights, strict=True))
     ]
-
-
-def _consistent(puzzle: Puzzle) -> int:
-    size = puzzle.characters
-    every = (1 << (1 << size)) - 1
-    table = every
-    for speaker, claim in enumerate(puzzle.claims):
-        table &= every ^ _knight_table(speaker, size) ^ truth_table(claim, size)
-    return table
 
 
 # --- generator -------------------------------------------------------------------------------------------
 
-MOST_CHARACTERS = 12  # the solver's tables have 2 ** characters bits
+MOST_CHARACTERS = 12  # the solver tries 2 ** characters assignments
 WARM_START_SHARE = 0.3  # of all puzzles; tasks never use these
 _DRAWS_WITHOUT_A_NEW_PUZZLE = 10_000
 
@@ -145,7 +125,7 @@ def random_puzzle(characters: int, rng: random.Random) -> Puzzle:
     """A puzzle with exactly one answer. The six kinds of claim are equally likely, as in Logic-RL's files."""
     while True:
         puzzle = Puzzle(tuple(random_claim(characters, rng) for _ in range(characters)))
-        if _consistent(puzzle).bit_count() == 1:
+        if len(solutions(puzzle)) == 1:
             return puzzle
 
 
