@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -51,10 +51,13 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
-        self._files: dict[str, _LogFile] = {}
+        self._files: dict[str, TextIO] = {}
         self._lock: FolderLock | None = None
         self._inode: int | None = None  # of the locked folder
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @classmethod
     def unused(cls, settings: TrainSettings) -> RunFolder:
@@ -67,27 +70,23 @@ class RunFolder:
 
     def create(self, settings: TrainSettings, log: Log) -> None:
         """Make the folder. A default name that another run took in the meantime gets a number."""
-        try:
-            self._make(takes_next_free=settings.out is None)
-        except FileExistsError:  # made by another process since `unused`
-            refuse_if_in_use(self.path)
-            raise _exists_already(self.path) from None
-        except OSError as error:
-            reason = f"the run folder cannot be made ({error.strerror})"
-            raise ConfigurationError("out", str(self.path), reason, "Name a folder that you may write to.") from None
-        self._take_lock(log)
-        self.write("config.json", as_json(settings))
-
-    def _make(self, *, takes_next_free: bool) -> None:
         while True:
             try:
                 self.path.mkdir(parents=True)
-                return
-            except FileExistsError:
-                if not takes_next_free:
-                    raise
-            self.path = _next_free(self.path)
-            self.checkpoints = self.path / "checkpoints"
+                break
+            except FileExistsError:  # made by another process since `unused`
+                if settings.out is not None:
+                    refuse_if_in_use(self.path)
+                    raise _exists_already(self.path) from None
+                self.path = _next_free(self.path)
+            except OSError as error:
+                reason, fix = (
+                    f"the run folder cannot be made ({error.strerror})",
+                    "Name a folder that you may write to.",
+                )
+                raise ConfigurationError("out", str(self.path), reason, fix) from None
+        self._take_lock(log)
+        self.write("config.json", as_json(settings))
 
     def open_to_resume(self, settings: TrainSettings, log: Log) -> None:
         """Take the lock, remove what a killed run left half-written, and compare the settings with those of the run."""
@@ -142,7 +141,8 @@ class RunFolder:
         if name not in self._files:
             cut_torn_line(self.path / name)
             # `watch` sees whole lines at once. There are few of them, except for events, which have their own flushing.
-            self._files[name] = _LogFile(self.path / name, line_buffering=name != "events.jsonl")
+            raw = io.BufferedWriter(_LogBytes(self.path / name))
+            self._files[name] = io.TextIOWrapper(raw, encoding="utf-8", line_buffering=name != "events.jsonl")
         return self._files[name]
 
     def flush(self) -> None:
@@ -153,14 +153,13 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close all files and release the lock. Lines that could not be written are dropped: their error was raised."""
-        try:
-            for file in self._files.values():
-                file.close_after_failure()
-        finally:
-            self._files.clear()
-            if self._lock is not None:
-                self._lock.release()
+        """Close all files and release the lock. Lines that cannot be written are dropped: `flush` raises."""
+        for file in self._files.values():
+            with suppress(RunFolderError):
+                file.close()
+        self._files.clear()
+        if self._lock is not None:
+            self._lock.release()
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines that can be read."""
@@ -202,27 +201,8 @@ class RunFolder:
             raise cannot_write(self.path / name, error) from error
 
 
-class _LogFile(io.TextIOWrapper):
-    """A file that grows line by line. A write that fails raises `RunFolderError`."""
-
-    def __init__(self, path: Path, *, line_buffering: bool) -> None:
-        self._raw = _LogBytes(path)
-        super().__init__(io.BufferedWriter(self._raw), encoding="utf-8", line_buffering=line_buffering)
-
-    def close_after_failure(self) -> None:
-        """Close; what a failed write left in memory is dropped."""
-        self._raw.drops_writes = self._raw.has_failed
-        try:
-            self.close()
-        except RunFolderError:
-            self._raw.drops_writes = True
-            self.close()
-            raise
-
-
 class _LogBytes(io.FileIO):
-    has_failed = False
-    drops_writes = False
+    """A file that grows. A write that fails raises `RunFolderError`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -232,12 +212,9 @@ class _LogBytes(io.FileIO):
             raise cannot_write(path, error) from error
 
     def write(self, data: Any) -> int:
-        if self.drops_writes:
-            return len(data)
         try:
             return super().write(data)
         except OSError as error:
-            self.has_failed = True
             raise cannot_write(self._path, error) from error
 
 
