@@ -15,10 +15,10 @@ READ_FIRST = ("rollout", "schedule", "buffer", "ledger", "engine_reports", "cont
 READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
-    "lines of src": 41_040,
-    "lines of core": 5_142,
-    "lines of the reading path": 3_280,
-    "lines of tests": 39_700,
+    "lines of src": 41_050,
+    "lines of core": 5_149,
+    "lines of the reading path": 3_285,
+    "lines of tests": 39_720,
     "lines of the longest file in src": 450,
     "words of docs": 29_400,
     "lines of README": 90,

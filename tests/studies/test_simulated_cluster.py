@@ -136,3 +136,14 @@ def test_a_cluster_is_as_fast_and_as_stale_as_its_engines_alone(bound: int | Non
     assert cluster.staleness_mean == pytest.approx(fmean(found.staleness_mean for found in alone), rel=0.05)
     if bound is not None:
         assert max(found.staleness_max for found in [*alone, cluster]) <= bound
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "april"])
+def test_a_learner_slower_than_the_engine_does_not_make_data_ever_staler(mode: str) -> None:
+    """No cohort gate holds rollouts back here: ready ones would pile up with every update, or make updates larger."""
+    for more in ({}, {"max_staleness": 2}):
+        slow = SMALL | {"cohorts": 12, "overlap": True, "separate_learner": True, "learner_seconds": 60.0} | more
+        found = played(mode, **slow)
+        assert found.staleness_mean < 4 and found.staleness_max <= 8
+        assert found.rollouts_per_update_mean < 1.5 * 32
+        assert found.trained / 32 * 60.0 == pytest.approx(found.wall_seconds, rel=0.1), "the learner is always busy"

@@ -30,6 +30,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 
+READY_UPDATES = 2  # of rollouts for a learner that is behind
 BACKLOG_UPDATES = 4  # of rollouts in their environments, and of rollouts without a score
 
 
@@ -63,12 +64,15 @@ class SchedulerState:
     # How many rollouts may be in their environments, or without a score, before no further one is opened. Each update's
     # worth of them makes the rollouts opened next about one update older.
     backlog_limit: int = field(init=False)
+    ready_limit: int = field(init=False)  # how many may be ready, with overlap, while the learner has a batch
 
     def __post_init__(self) -> None:
         self.prompts_per_cohort = self.schedule.prompts_per_cohort or len(self.prompts.dataset)
         window = self.prompts_per_cohort * self.schedule.rollouts_per_prompt
         two_sweeps = 4 * math.ceil(window / self.schedule.rollouts_per_update)
         self.longest_wait_updates = self.schedule.max_wait_updates or two_sweeps
+        ahead = min(READY_UPDATES, self.schedule.max_staleness or READY_UPDATES)
+        self.ready_limit = ahead * self.schedule.rollouts_needed
         self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.schedule.rollouts_needed)
 
     def state(self) -> dict[str, Any]:

@@ -120,9 +120,12 @@ class Partial(Strategy):
     keeps_tokens: ClassVar[bool] = True
 
     def has_backlog(self, s: SchedulerState) -> bool:
-        """Of the environments: if these are slower than the engine, every free slot would open one more rollout, and
-        all of them get older. `oversubscribe` sets another bound."""
-        return s.schedule.oversubscribe is None and len(s.buffer.in_environment) >= s.backlog_limit
+        """Of the environments, or (with overlap and without a cohort gate) of the learner: if one of these is slower
+        than the engine, every free slot would open one more rollout, and all of them get older. `oversubscribe` sets
+        another bound."""
+        learner_is_behind = s.learning and not self.gated and s.ready >= s.ready_limit
+        is_behind = learner_is_behind or len(s.buffer.in_environment) >= s.backlog_limit
+        return is_behind and s.schedule.oversubscribe is None
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         group = s.buffer.group_of(rollout)
