@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 ELEMENTS_AT_ONCE = 1 << 26  # limits the fp32 temporaries to a few times 0.25 GiB
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Parameters of one type that are stepped as one tensor, and their moments, flat."""
-
-    parameters: tuple[nn.Parameter, ...]
-    first: Tensor
-    second: Tensor
-    remainder: Tensor | None  # of bf16 parameters
-
-    @staticmethod
-    def of(parameters: Sequence[nn.Parameter]) -> _Joined:
-        model, size = parameters[0], sum(parameter.numel() for parameter in parameters)
-        is_bf16 = model.dtype == torch.bfloat16
-        return _Joined(
-            tuple(parameters),
-            first=torch.zeros(size, dtype=model.dtype, device=model.device),
-            second=torch.zeros(size, dtype=torch.float32, device=model.device),
-            remainder=torch.zeros(size, dtype=torch.int16, device=model.device) if is_bf16 else None,
-        )
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """The part of each parameter, in its shape."""
-        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
-        return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
 
 
 class AdamW:
@@ -49,8 +22,6 @@ class AdamW:
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
-    # On a GPU, small parameters are stepped together: launching kernels for each one takes longer than the arithmetic.
-    JOINED_ON, JOINED_ELEMENTS = ("cuda",), 1 << 22
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float, *, compiled: bool = False) -> None:
         """`compiled`: with torch.compile, which reads and writes each number once instead of about ten times."""
@@ -59,28 +30,10 @@ class AdamW:
         self._step_flat = torch.compile(_step_flat, dynamic=True) if compiled else _step_flat
         self.weight_decay = weight_decay
         self.steps = 0
-        self._joined = [_Joined.of(members) for members in self._neighbors()]
-        self._first = self._split(lambda joined: joined.first)
-        self._second = self._split(lambda joined: joined.second)
-        self._remainder = self._split(lambda joined: joined.remainder)
-
-    def _neighbors(self) -> list[list[nn.Parameter]]:
-        """The parameters in order, in runs that can be stepped as one tensor."""
-        runs: list[list[nn.Parameter]] = []
-        for parameter in self.parameters:
-            last = runs[-1] if runs else []
-            size = sum(member.numel() for member in last) + parameter.numel()
-            alike = [(p.device, p.dtype, self._decays(p)) for p in (*last[:1], parameter)]
-            joins = parameter.device.type in self.JOINED_ON and size <= self.JOINED_ELEMENTS
-            if last and joins and alike[0] == alike[1]:
-                last.append(parameter)
-            else:
-                runs.append([parameter])
-        return runs
-
-    def _split(self, flat_of: Callable[[_Joined], Tensor | None]) -> list[Tensor]:
-        """One tensor per parameter, without those that have none."""
-        return [part for joined in self._joined if (flat := flat_of(joined)) is not None for part in joined.split(flat)]
+        self._first = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self._second = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
+        in_bf16 = [parameter for parameter in self.parameters if parameter.dtype == torch.bfloat16]
+        self._remainder = [torch.zeros_like(parameter, dtype=torch.int16) for parameter in in_bf16]
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         return self.weight_decay > 0 and parameter.ndim > 1
@@ -97,17 +50,23 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0) -> None:
+        """In place, a part at a time; parameters without a gradient stay as they are."""
         self.steps += 1
-        for joined in self._joined:
-            numbers = self._numbers(joined.parameters[0], learning_rate, gradient_scale)
-            gradients = [parameter.grad for parameter in joined.parameters if parameter.grad is not None]
-            if len(joined.parameters) == 1 or len(gradients) < len(joined.parameters):
-                self._step_each(joined, numbers)
+        remainders = iter(self._remainder)
+        for parameter, first, second in zip(self.parameters, self._first, self._second, strict=True):
+            remainder = next(remainders) if parameter.dtype == torch.bfloat16 else None
+            if parameter.grad is None:
                 continue
-            weight = torch.cat([parameter.view(-1) for parameter in joined.parameters])
-            gradient = torch.cat([gradient.flatten() for gradient in gradients])
-            self._step_flat(weight, joined.remainder, gradient, joined.first, joined.second, *numbers)
-            torch._foreach_copy_(joined.parameters, joined.split(weight))
+            numbers, gradient = self._numbers(parameter, learning_rate, gradient_scale), parameter.grad.contiguous()
+            for begin in range(0, parameter.numel(), ELEMENTS_AT_ONCE):
+                self._step_flat(
+                    _part(parameter, begin),
+                    _part(remainder, begin) if remainder is not None else None,
+                    _part(gradient, begin),
+                    _part(first, begin),
+                    _part(second, begin),
+                    *numbers,
+                )
 
     def _numbers(
         self, parameter: nn.Parameter, learning_rate: float, gradient_scale: float
@@ -118,24 +77,6 @@ class AdamW:
         if not self._compiled:
             return numbers
         return torch.tensor(numbers, dtype=torch.float32, device=parameter.device).unbind()
-
-    def _step_each(self, joined: _Joined, numbers: Sequence[float | Tensor]) -> None:
-        """In place, a part at a time; parameters without a gradient stay as they are."""
-        moments = zip(joined.split(joined.first), joined.split(joined.second), strict=True)
-        remainders = joined.split(joined.remainder) if joined.remainder is not None else [None] * len(joined.parameters)
-        for parameter, (first, second), remainder in zip(joined.parameters, moments, remainders, strict=True):
-            if parameter.grad is None:
-                continue
-            gradient = parameter.grad.contiguous()
-            for begin in range(0, parameter.numel(), ELEMENTS_AT_ONCE):
-                self._step_flat(
-                    _part(parameter, begin),
-                    _part(remainder, begin) if remainder is not None else None,
-                    _part(gradient, begin),
-                    _part(first, begin),
-                    _part(second, begin),
-                    *numbers,
-                )
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "first": self._first, "second": self._second, "remainder": self._remainder}
