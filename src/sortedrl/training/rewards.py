@@ -1,19 +1,19 @@
 """How a run scores its responses, in training and in evaluation: in this process or in workers, at once or beside.
 
-A task has a reward function, or environments that answer the turns of a rollout and give its reward. `shuffled` is a
-control experiment: every rollout gets the reward of another one, so there is nothing to learn.
+A task has a reward function, or environments that answer the turns of a rollout and give its reward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Score, Scorer
+from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.turns import Answer, Environments
+from sortedrl.core.turns import Environments
 from sortedrl.tasks.environment import EnvironmentTask, ServedEnvironments, ServedTask
 from sortedrl.tasks.environment_host import Host, LocalHost
 from sortedrl.tasks.environment_workers import WorkerHosts
@@ -129,48 +129,17 @@ class Rewards:
 POOL = 256  # recent rewards to draw from
 
 
-def shuffled(source: RewardSource, rewards: RewardPool) -> RewardSource:
-    parts: list[Any] = [part if part is None else _Shuffled(part, rewards) for part in source]
-    return RewardSource(*parts)
-
-
 class RewardPool:
-    """`recent`: rewards in the order in which they came, for checkpoints."""
+    """A control experiment: every rollout gets the reward of another one, so there is nothing to learn.
+
+    `recent`: rewards in the order in which they were trained on, for checkpoints."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.recent: list[float] = []
 
-    def other(self, rollout_id: int, attempt: int, reward: float) -> float:
-        """A reward that was seen recently, this one included, in place of this one."""
-        self.recent = [*self.recent[-POOL:], reward]
-        return self.recent[derive_seed(self._seed, rollout_id, attempt) % len(self.recent)]
-
-
-class _Shuffled:
-    """A scorer or environments whose rewards are shuffled."""
-
-    def __init__(self, inner: Any, rewards: RewardPool) -> None:
-        self._inner = inner
-        self._rewards = rewards
-        self._attempts: dict[int, int] = {}  # by rollout id: numbers of calls start again when a run is resumed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def submit(self, rollout: Rollout, *call: int) -> None:
-        self._attempts[rollout.id] = rollout.attempt
-        self._inner.submit(rollout, *call)
-
-    def collect(self) -> list[Any]:
-        return [self._shuffled(found) for found in self._inner.collect()]
-
-    def cancel(self, rollout_id: int) -> None:
-        self._attempts.pop(rollout_id, None)
-        self._inner.cancel(rollout_id)
-
-    def _shuffled(self, found: Score | Answer) -> Score | Answer:
-        if found.reward is None:
-            return found
-        attempt = self._attempts.get(found.rollout_id, 0)  # none if it was canceled: then the answer does not count
-        return found._replace(reward=self._rewards.other(found.rollout_id, attempt, found.reward))
+    def shuffle(self, rollouts: Iterable[Rollout]) -> None:
+        """Each gets a reward that was seen recently, its own included."""
+        for rollout in rollouts:
+            self.recent = [*self.recent[-POOL:], rollout.reward or 0.0]
+            rollout.reward = self.recent[derive_seed(self._seed, rollout.id, rollout.attempt) % len(self.recent)]

@@ -46,7 +46,7 @@ from sortedrl.training.build import (
 from sortedrl.training.engine import checked_engine, engine_of, require_own_device
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Resources, problem_digests, read_resources, why_other_problems
-from sortedrl.training.rewards import RewardPool, Rewards, RewardSource, shuffled
+from sortedrl.training.rewards import RewardPool, Rewards
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.run_record import RunRecord
 from sortedrl.training.settings import TrainSettings, changes_of, changes_refused, listed, schedule_of
@@ -80,7 +80,7 @@ class TrainingRun:
         self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()
         self.reward_pool = RewardPool(settings.seed)  # for `shuffle_rewards`
-        self.training_rewards = self._training_rewards()
+        self.training_rewards = self.rewards.source()
         self.evaluation_rewards = self.rewards.source()
         to_close.callback(self.record.flush)
         self.prompts = Prompts(resources.train, epochs=settings.epochs, seed=settings.seed)
@@ -135,10 +135,6 @@ class TrainingRun:
         checked = checked_engine(engine, self.settings, self.resources.train, self.learner.logprobs_of)
         checked.update_weights(self.learner.weights(), 0)
         return checked
-
-    def _training_rewards(self) -> RewardSource:
-        source = self.rewards.source()
-        return shuffled(source, self.reward_pool) if self.settings.shuffle_rewards else source
 
     def _rejection_watch(self) -> RejectionWatch:
         return RejectionWatch(
@@ -202,6 +198,8 @@ class TrainingRun:
 
     def _update(self, batch: Batch) -> None:
         settings, done = self.settings, batch.update + 1
+        if settings.shuffle_rewards:
+            self.reward_pool.shuffle(batch)
         stats = self._step(batch)
         self.controller.publish(self._weights())
         evaluates = settings.eval_every > 0 and done % settings.eval_every == 0
