@@ -75,11 +75,6 @@ def test_nothing_left_is_an_error_that_names_the_limit_needed() -> None:
         encode([Problem("p", "what is it", 1)], word_tokenizer(), max_prompt_tokens=3)
 
 
-def test_a_tokenizer_without_end_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no EOS token"):
-        encode([Problem("p", "what is it", 1)], word_tokenizer(eos_token=None), max_prompt_tokens=9)
-
-
 def test_ids_must_be_unique() -> None:
     with pytest.raises(ValueError, match="two problems have the id 'p'"):
         encode([Problem("p", "what is it", 1)] * 2, word_tokenizer(), max_prompt_tokens=9)

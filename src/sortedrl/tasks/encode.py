@@ -55,7 +55,6 @@ def encode(
 
     With `tokens_of`, these are the prompt's tokens. `kind` names the prompts in messages.
     """
-    require_eos(tokenizer)
     require_unique_ids("problems", [problem.id for problem in problems])
     prompts: list[Prompt] = []
     rejected: list[TooLong] = []
@@ -121,15 +120,6 @@ def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: Seq
         return _render([{"role": "system", "content": problem.system}, user], tokenizer, tools)
     except TemplateError:  # the templates of some models refuse a system message
         return _render([{"role": "user", "content": f"{problem.system}\n\n{problem.question}"}], tokenizer, tools)
-
-
-def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without an EOS token before the run starts."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path!r} has no EOS token, so every response would run to max_new_tokens"
-            ': set "eos_token" in its tokenizer_config.json'
-        )
 
 
 def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> str:

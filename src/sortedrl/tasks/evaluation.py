@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -184,11 +185,5 @@ def _resampled(scores: Sequence[float]) -> Estimate:
     """The mean, and quantiles of the means of resamples. The seed is fixed: the same data give the same interval."""
     draw = random.Random(0)
     means = sorted(fmean(draw.choices(scores, k=len(scores))) for _ in range(RESAMPLES))
-    return Estimate(fmean(scores), _quantile(means, TAIL), _quantile(means, 1 - TAIL))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+    quantiles = statistics.quantiles(means, n=round(1 / TAIL), method="inclusive")
+    return Estimate(fmean(scores), quantiles[0], quantiles[-1])

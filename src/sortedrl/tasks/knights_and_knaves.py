@@ -59,7 +59,7 @@ class Is:
     character: int
     knight: bool
 
-    def holds(self, knights: Assignment) -> bool:
+    def holds(self, knights: Sequence[bool]) -> bool:
         return knights[self.character] is self.knight
 
 
@@ -67,7 +67,7 @@ class Is:
 class Not:
     claim: Is
 
-    def holds(self, knights: Assignment) -> bool:
+    def holds(self, knights: Sequence[bool]) -> bool:
         return not self.claim.holds(knights)
 
 
@@ -77,7 +77,7 @@ class Joined:
     left: Is
     right: Is
 
-    def holds(self, knights: Assignment) -> bool:
+    def holds(self, knights: Sequence[bool]) -> bool:
         return _MEANING[self.connective](self.left.holds(knights), self.right.holds(knights))
 
 

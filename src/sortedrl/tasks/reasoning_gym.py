@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -53,12 +53,6 @@ class ReasoningGym(SplitTask):
         load = partial(load_scorer, self._dataset, self._train_options)
         return WorkerPool(load, workers=max((os.cpu_count() or 1) // 2, 1), limit_seconds=self._limit_seconds)
 
-    def train(self) -> Sequence[Problem]:
-        return self._train_problems
-
-    def held_out(self) -> Sequence[Problem]:
-        return self._held_out_problems
-
     def score(self, problem: Problem, response: str) -> Reward:
         answer, tagged = extract_answer(response)
         timed_out = False
@@ -75,18 +69,13 @@ class ReasoningGym(SplitTask):
         return Reward(reward, reward >= 1.0, parts)
 
     @cached_property
-    def _held_out_problems(self) -> Distinct:
-        return Distinct(self._generated(_create(self._dataset, self._held_out_options), "held-out"))
-
-    @cached_property
-    def _train_problems(self) -> Distinct:
+    def _problems(self) -> tuple[Distinct, Distinct]:
         """Small generators repeat themselves, so held-out puzzles are removed from training."""
-        train = self._generated(_create(self._dataset, self._train_options), "train")
-        return Distinct(train, self._held_out_problems)
+        held_out = Distinct(self._generated(self._held_out_options, "held-out"))
+        return Distinct(self._generated(self._train_options, "train"), held_out), held_out
 
-    def _generated(self, dataset: Any, part: str) -> Iterator[Problem]:
-        for index in range(len(dataset)):
-            entry = dataset[index]
+    def _generated(self, options: dict[str, Any], part: str) -> Iterator[Problem]:
+        for index, entry in enumerate(_create(self._dataset, options)):
             yield Problem(f"{self.name}/{part}/{index}", entry["question"], entry, INSTRUCTION)
 
 
