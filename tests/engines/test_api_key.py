@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[http]'")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[dev]'")
 
 from transformers import AutoModelForCausalLM
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
+import msgspec
 import numpy
 import pytest
 import torch
@@ -34,7 +35,16 @@ from sortedrl.core.rollout import Segment
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.generate import generate
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, checked, refusal_in, retry_after
+from sortedrl.engines.servers.messages import (
+    Delta,
+    Identity,
+    Malformed,
+    Refused,
+    ServerEvent,
+    checked,
+    parsed,
+    retry_after,
+)
 from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response
@@ -409,12 +419,14 @@ def test_retry_after_as_a_date() -> None:
 
 @pytest.mark.parametrize(("code", "status"), [(503, 503), ("503", 500), (None, 500), (7, 500), (True, 500)])
 def test_an_error_in_a_stream_has_a_status(code: Any, status: int) -> None:
-    refusal = refusal_in({"error": {"message": "no", "code": code}})
-    assert refusal is not None and refusal.status == status and str(refusal) == "no"
+    event = msgspec.json.encode({"error": {"message": "no", "code": code}})
+    with pytest.raises(Refused, match=r"^no$") as raised:
+        parsed(event, msgspec.json.Decoder(ServerEvent))
+    assert raised.value.status == status
 
 
 def test_a_repeated_event_is_empty_and_a_gap_is_an_error() -> None:
-    assert checked(Delta([5], [-1.0], made=3), 3, 10).tokens == ()
+    assert checked(Delta([5], [-1.0], made=3), 3, 10).tokens == []
     assert checked(Delta([5], [-1.0], made=4), 3, 10).tokens == [5]
     with pytest.raises(Malformed, match="counts 5"):
         checked(Delta([5], [-1.0], made=5), 3, 10)

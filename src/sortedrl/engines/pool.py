@@ -6,7 +6,8 @@ because it may have their KV cache (routing.py).
 
 A member never holds more requests than it has slots, so a slow member does not hold requests that another could run.
 All calls to a member are made in its own thread, which refills a freed slot without waiting for the caller: members may
-block in `poll`. They must run in real time, which excludes the simulated engine.
+block in `poll`. Those that have `deliver_to` are not polled. They must run in real time, which excludes the simulated
+engine.
 
 A member that is temporarily unavailable (`is_available`) gets no requests while another can take them. Its requests
 that are not in a slot move to free slots elsewhere. A member is lost when a call raises `EngineDied`, when a weight
@@ -53,8 +54,7 @@ from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, re
 from sortedrl.engines.routing import route
 from sortedrl.engines.weight_buckets import WeightBuckets
 
-_SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
-_LONG_SLICE_SECONDS = 0.1  # if it can be woken for them
+_SLICE_SECONDS = 0.1  # how often one that delivers its changes is asked whether it is available
 _CLOSE_SECONDS = 5.0
 _HOMES_PER_SLOT = 16
 _MEMBERS_TO_TRY = 3  # before a request counts as failed
@@ -150,10 +150,9 @@ class Pool(EngineBase):
             present = self._present()
             buckets = WeightBuckets(weights, len(present)) if isinstance(weights, Iterator) else None
 
-            def update(place: int, engine: EngineBase) -> Sequence[Change]:
+            def update(place: int, engine: EngineBase) -> None:
                 with nullcontext(weights) if buckets is None else buckets.reader(place) as its_weights:
                     engine.update_weights(its_weights, version)
-                return ()
 
             calls = [self._call(m, partial(update, i), loses_on_any_error=True) for i, m in enumerate(present)]
         if buckets is not None:
@@ -171,7 +170,7 @@ class Pool(EngineBase):
     def _send_to_sleep(self, sleep: Callable[[EngineBase], None]) -> None:
         with self._lock:
             require_empty_for_sleep(len(self._entries))
-            self._call_all(sleep)
+            self._wait_for([self._call(member, sleep) for member in self._present()])
             if all(member.lost is not None for member in self._members):  # others may wait for the coming weights
                 self._raise_if_none_works()
 
@@ -202,13 +201,15 @@ class Pool(EngineBase):
         with self._lock:
             self._is_closed = True
             for member in self._members:
-                member.wake()
+                member.news.notify_all()
         for member in self._members:
             member.thread.join(_CLOSE_SECONDS)
 
     def _add(self, engine: Engine, place: int) -> None:
         member = Member(engine, self._lock, place)
         member.has_weights = not self._was_updated
+        if member.engine.deliver_to is not None:
+            member.engine.deliver_to(partial(self._receive, member))
         self._members[place : place + 1] = [member]
         member.thread = threading.Thread(target=self._serve, args=(member,), name=f"engine {place}", daemon=True)
         member.thread.start()
@@ -230,12 +231,14 @@ class Pool(EngineBase):
                 with self._lock:
                     while not (self._is_closed or member.lost or member.calls or member.entries):
                         member.news.wait()
+                    if member.only_listens:
+                        member.news.wait(_SLICE_SECONDS)
                     if self._is_closed or member.lost:
                         return
                     new = [entry.remaining(self._version) for entry in member.inbox]
                     member.inbox.clear()
                     call = member.calls[0] if member.calls else None
-                changes = _advanced(member.engine, new, call)
+                changes = member.advance(new, call)
                 with self._lock:
                     if member.lost:  # taken out meanwhile
                         return
@@ -257,6 +260,14 @@ class Pool(EngineBase):
                 if not (isinstance(error, EngineDied) or (call is not None and call.loses_on_any_error)):
                     self._defect = error
                 self._lose(member, f"{type(error).__name__}: {error}")
+
+    def _receive(self, member: Member, changes: Sequence[Change]) -> None:
+        """In a thread of the member's engine."""
+        with self._lock:
+            if not changes:
+                member.news.notify_all()  # its `poll` raises
+            elif member.lost is None:
+                self._note(member, changes)
 
     def _note(self, member: Member, changes: Sequence[Change]) -> None:
         freed = False
@@ -282,8 +293,9 @@ class Pool(EngineBase):
                 if isinstance(change, RequestFinished):
                     self._remember(change.id, member)
                     self._blame(member, entry.failed_on)
-            member.last_time = max(member.last_time, min(change.at + member.clock_offset, now))
-            self._outbox.append(change._replace(at=member.last_time))
+            at = max(member.last_time, min(change.at + member.clock_offset, now))
+            member.last_time = at
+            self._outbox.append(change if at == change.at else change._replace(at=at))
         if freed:
             self._dispatch()
         if changes:
@@ -311,7 +323,7 @@ class Pool(EngineBase):
 
     def _lose(self, member: Member, reason: str) -> None:
         member.lost = reason
-        member.wake()
+        member.news.notify_all()
         for call in member.calls:
             call.done = True
         moved = self._requeue(member.entries.values())
@@ -349,7 +361,7 @@ class Pool(EngineBase):
             member.inbox.append(entry)
             if entry.has_moved:  # clocks are inexact: its new start must not precede its preemption
                 member.last_time = self.now()
-            member.wake()
+            member.news.notify_all()
         self._queue.extendleft(reversed(passed))
 
     def _remember(self, id: int, home: Member) -> None:
@@ -394,23 +406,14 @@ class Pool(EngineBase):
         self._queue.extendleft(reversed(waiting))
         return len(waiting)
 
-    def _call(self, member: Member, do: Callable[[EngineBase], Sequence[Change]], **how: Any) -> Call:
+    def _call(self, member: Member, do: Callable[[EngineBase], Sequence[Change] | None], **how: Any) -> Call:
         call = Call(do, **how)
         member.calls.append(call)
-        member.wake()
+        member.news.notify_all()
         return call
 
     def _present(self) -> list[Member]:
         return [member for member in self._members if member.lost is None]
-
-    def _call_all(self, do: Callable[[EngineBase], None]) -> None:
-        """Call all members that are not lost, in parallel."""
-
-        def without_changes(engine: EngineBase) -> Sequence[Change]:
-            do(engine)
-            return ()
-
-        self._wait_for([self._call(member, without_changes) for member in self._present()])
 
     def _wait_for(self, calls: Sequence[Call]) -> None:
         while not all(call.done for call in calls):
@@ -435,15 +438,6 @@ class Pool(EngineBase):
             self._raise_defect()
             reasons = [f"engine {m.place + 1}: {m.lost or 'waiting for weights'}" for m in self._members]
             raise EngineDied(f"{what}no engine of the pool is left ({'; '.join(reasons)})")
-
-
-def _advanced(engine: EngineBase, new: Sequence[Request], call: Call | None) -> Sequence[Change]:
-    if new:
-        engine.submit(new)
-    if call is not None:
-        return call.do(engine)
-    seconds = _SLICE_SECONDS if engine.wake is None else _LONG_SLICE_SECONDS
-    return checked_changes(engine, "poll", engine.poll(engine.now() + seconds))
 
 
 def _abort_of(ids: Sequence[int]) -> Callable[[Engine], Sequence[Change]]:

@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sortedrl.core.engine import Change, Engine, EngineBase, Request, with_defaults
+from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.rollout import Segment
+
+_SLICE_SECONDS = 0.01  # how often a polling member checks for new requests and aborts
+_SAME_CLOCK_SECONDS = 1e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +48,7 @@ class Entry:
 class Call:
     """A call to make in a member's thread."""
 
-    do: Callable[[EngineBase], Sequence[Change]]
+    do: Callable[[EngineBase], Sequence[Change] | None]
     loses_on_any_error: bool = False
     gives_back: Sequence[int] = ()  # requests that return to the pool's queue
     done: bool = False
@@ -55,7 +59,8 @@ class Member:
         self.engine = with_defaults(engine)
         self.place = place
         self.slots = engine.slots
-        self.clock_offset = time.perf_counter() - engine.now()
+        offset = time.perf_counter() - engine.now()
+        self.clock_offset = offset if abs(offset) > _SAME_CLOCK_SECONDS else 0.0
         self.last_time = float("-inf")  # of its last change, on the pool's clock
         self.thread = threading.current_thread()  # until its own starts
         self.news = threading.Condition(lock)
@@ -66,11 +71,19 @@ class Member:
         self.blame = 0.0
         self.lost: str | None = None  # why
 
-    def wake(self) -> None:
-        """Its thread has something to do."""
-        self.news.notify_all()
-        if self.engine.wake is not None:
-            self.engine.wake()
+    def advance(self, new: Sequence[Request], call: Call | None) -> Sequence[Change]:
+        """In its thread: what changes with the new requests, and with the call or else within a short time."""
+        if new:
+            self.engine.submit(new)
+        if call is not None:
+            return call.do(self.engine) or ()
+        seconds = _SLICE_SECONDS if self.engine.deliver_to is None else 0.0
+        return checked_changes(self.engine, "poll", self.engine.poll(self.engine.now() + seconds))
+
+    @property
+    def only_listens(self) -> bool:
+        """It delivers its changes, and there is nothing to tell it."""
+        return self.engine.deliver_to is not None and not (self.lost or self.calls or self.inbox)
 
     @property
     def is_working(self) -> bool:

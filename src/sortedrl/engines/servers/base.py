@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +27,10 @@ from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.refusals import require_empty, require_new
-from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, said
-from sortedrl.engines.servers.streams import PATIENCE_SECONDS, ServerStreams
+from sortedrl.engines.servers.streams import ServerStreams
 from sortedrl.engines.servers.weight_broadcast import WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
@@ -93,7 +93,6 @@ class HttpEngine(ServerStreams, EngineBase):
         )
         self._seeded = seeded
         self._has_hinted = False  # at a faster weight transfer
-        self._is_woken = False
         try:
             self._result_of(self._open())
         except BaseException as error:
@@ -144,21 +143,20 @@ class HttpEngine(ServerStreams, EngineBase):
 
     def poll(self, until: float | None = None) -> list[Change]:
         with self._outbox.news:
-            while not self._outbox.has_changes and (self._outbox.inside or until is not None) and not self._is_woken:
+            while not self._outbox.has_changes and (self._outbox.inside or until is not None):
                 self._raise_if_dead()
                 seconds = None if until is None else until - self.now()
                 if seconds is not None and seconds <= 0:
                     break
                 self._outbox.news.wait(seconds)
-            self._is_woken = False
             if not self._outbox.has_changes:
                 self._raise_if_dead()
             return self._outbox.take()
 
-    def wake(self) -> None:
-        with self._outbox.news:
-            self._is_woken = True
-            self._outbox.news.notify_all()
+    def deliver_to(self, receive: Callable[[Sequence[Change]], None]) -> None:
+        """Pass changes to `receive`, in the engine's thread, instead of keeping them for `poll`: with many servers,
+        every switch between threads counts. An empty list says that the engine has died: then `poll` raises."""
+        self._outbox.receive = receive
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
         self._result_of(self._abort(set(ids)))
@@ -230,13 +228,12 @@ class HttpEngine(ServerStreams, EngineBase):
     # The server, in the engine's thread
 
     async def _open(self) -> None:
-        await self._connection.open(PATIENCE_SECONDS)
         try:
             await self.check_server()
             self._identity_check.expected = await self.identity()
         except ConfigurationError:
             raise
-        except (Refused, *BROKEN) as error:
+        except (Refused, OSError) as error:
             if isinstance(error, Refused) and error.is_about_the_key:
                 raise self._credentials.refused() from None
             why, fix = f"no server answers there ({said(error)})", "Start the server first, or correct the address."
@@ -256,7 +253,6 @@ class HttpEngine(ServerStreams, EngineBase):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._connection.close()
 
     async def _update_weights(self, source: Source, version: int) -> None:
         """Update the weights, and verify that the server did not restart meanwhile. Retries while it is busy."""
@@ -272,7 +268,7 @@ class HttpEngine(ServerStreams, EngineBase):
                 tag = await self.update_from(source, version)
                 after = await self.identity()
                 break
-            except (Refused, *NOT_REACHED) as error:
+            except (Refused, NotReached) as error:
                 self._outage.note(self.now(), said(error), getattr(error, "retry_after", None))
                 is_over = self._outage.is_hopeless(self.now(), began)
                 if isinstance(error, Refused):  # 500 is more often an error of the update than of a proxy
@@ -351,7 +347,7 @@ class HttpEngine(ServerStreams, EngineBase):
             return False
         try:
             await self.call("GET", "/health")
-        except (Refused, *BROKEN):
+        except (Refused, OSError):
             return False
         except Malformed:
             pass

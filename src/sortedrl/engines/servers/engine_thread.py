@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 from sortedrl.core.engine import Change, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
@@ -17,22 +18,23 @@ class Outbox:
     """Changes are held back, in order, until it is confirmed that the right weights generated them. If the weights turn
     out to be wrong, the held changes are dropped.
 
-    `news` guards `inside`, `death` and the delivered changes; held changes belong to the engine's thread.
+    All changes of one round of the event loop are delivered together: waking another thread takes longer than reading a
+    message. `news` guards `inside`, `death` and the delivered changes; all others belong to the engine's thread.
     """
 
-    def __init__(self, clean: Callable[[str], str], loop: asyncio.AbstractEventLoop) -> None:
-        self._clean = clean  # removes secrets from reasons
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.news = threading.Condition()
         self.inside: set[int] = set()  # requests that have not ended
         self.death: str | None = None  # why the engine is dead
-        self._changes: list[Change] = []
+        self.receive: Callable[[list[Change]], None] | None = None  # gets the changes in place of `take`
+        self._delivered: list[Change] = []
+        self._ready: list[Change] = []
         self._held: list[tuple[Change, bool]] = []  # and whether it is safe to deliver in any case
-        self._will_notify = False
 
     @property
     def has_changes(self) -> bool:
-        return bool(self._changes)
+        return bool(self._delivered)
 
     @property
     def is_holding(self) -> bool:
@@ -40,22 +42,23 @@ class Outbox:
 
     def take(self) -> list[Change]:
         with self.news:
-            changes, self._changes = self._changes, []
+            changes, self._delivered = self._delivered, []
             return changes
 
     def add(self, *changes: Change, trusted: bool = True) -> None:
         """Deliver atomically, so that the last tokens and the end arrive together."""
         if self._held or not trusted:
             self._held += [(change, trusted) for change in changes]
-        else:
-            self._hand_out(changes)
-            self._notify_soon()
+            return
+        if not self._ready:
+            self._loop.call_soon(self.deliver)
+        self._ready += changes
 
     def release(self) -> None:
         """Deliver all held changes: they are confirmed."""
         held, self._held = self._held, []
-        self._hand_out([change for change, _ in held])
-        self._notify_soon()
+        self._ready += [change for change, _ in held]
+        self.deliver()
 
     def drop_untrusted(self, id: int) -> None:
         """Drop the unconfirmed changes of this request."""
@@ -63,33 +66,23 @@ class Outbox:
 
     def die(self, reason: str) -> None:
         """Mark the engine as dead; the first reason stays. Safe changes are still delivered."""
+        held, self._held = self._held, []
+        self._ready += [c for c, trusted in held if trusted and not isinstance(c, RequestStarted | RequestPreempted)]
         with self.news:
-            held, self._held = self._held, []
-            self._hand_out(
-                [c for c, trusted in held if trusted and not isinstance(c, RequestStarted | RequestPreempted)]
-            )
-            self.death = self.death or self._clean(reason)
+            self.death = self.death or reason
+        self.deliver(also_none=True)
+
+    def deliver(self, *, also_none: bool = False) -> None:
+        changes, self._ready = self._ready, []
+        if not changes and not also_none:
+            return
+        with self.news:
+            self.inside.difference_update([c.id for c in changes if isinstance(c, RequestFinished | RequestFailed)])
+            if self.receive is None:
+                self._delivered += changes
             self.news.notify_all()
-
-    def _hand_out(self, changes: Iterable[Change]) -> None:
-        with self.news:
-            for change in changes:
-                if isinstance(change, RequestFailed):
-                    change = change._replace(reason=self._clean(change.reason))
-                self._changes.append(change)
-                if isinstance(change, RequestFinished | RequestFailed):
-                    self.inside.discard(change.id)
-
-    def _notify_soon(self) -> None:
-        """Once for all messages that the loop has read: waking another thread takes longer than reading a message."""
-        if not self._will_notify:
-            self._will_notify = True
-            self._loop.call_soon(self._notify)
-
-    def _notify(self) -> None:
-        self._will_notify = False
-        with self.news:
-            self.news.notify_all()
+        if self.receive is not None:
+            self.receive(changes)
 
 
 class _LoopThread:
@@ -118,7 +111,8 @@ class _LoopThread:
             self.users.remove(user)
             if not self.users and self._thread.is_alive():
                 _LoopThread._now = None
-                self.loop.call_soon_threadsafe(self.loop.stop)
+                with suppress(RuntimeError):  # it is closed: the thread is about to end
+                    self.loop.call_soon_threadsafe(self.loop.stop)
                 self._thread.join()
 
     def _run(self) -> None:

@@ -1,7 +1,8 @@
 """Messages from an inference server, validated before any other code sees them.
 
 A malformed message (`Malformed`) fails the request it belongs to. `Refused` has the HTTP status, which says whether
-it is about the request (`REQUESTS_OWN`) or about the server's state.
+it is about the request (`REQUESTS_OWN`) or about the server's state. The server's own class has the fields of an event
+that it reads, as a msgspec struct, so that their types and ranges are checked and all others are skipped.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from sortedrl.core.checkpoint import HIGHEST_LOGPROB, LOWEST_LOGPROB
 from sortedrl.core.configuration import ConfigurationError
@@ -25,20 +26,29 @@ except ImportError:
 
 REQUESTS_OWN = frozenset({400, 404, 413, 422})  # all other statuses are about the server, or may be
 BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})  # certainly about the server
-_decoder = msgspec.json.Decoder()  # of the many small messages of streams: three times as fast as json
 ANY_VOCABULARY = 1 << 31  # if the vocabulary size is unknown
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+Logprob = Annotated[float, msgspec.Meta(ge=LOWEST_LOGPROB, le=HIGHEST_LOGPROB)]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class ServerEvent(msgspec.Struct, gc=False):
+    """The base of the events of both servers."""
+
+    error: Any = None
+
+
+Event = TypeVar("Event", bound=ServerEvent)
+
+
+class Delta(msgspec.Struct, gc=False):
     """New tokens of one stream. `end` is None, `stop`, `length`, or the server's name for any other end.
 
     If the server reports them: `made` is its count of the response's tokens, including these; `weights` is the weight
     version that generated them.
     """
 
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
+    tokens: list[int]
+    logprobs: list[float]
     end: str | None = None
     made: int | None = None
     weights: str | None = None
@@ -92,29 +102,19 @@ class OtherWeights(Exception):
 
 
 def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
-    """The delta if it is valid; without its tokens if it repeats earlier ones.
-
-    Called for every message, so it checks whole lists rather than single tokens.
-    """
-    tokens, logprobs = delta.tokens, delta.logprobs
-    if delta.made is not None and tokens:
-        made = whole_number(delta.made, "count of tokens")
+    """The delta if it fits the tokens before it; without its tokens if it repeats earlier ones."""
+    tokens, logprobs, made = delta.tokens, delta.logprobs, delta.made
+    count = len(tokens)
+    if made is not None and count and made != made_before + count:
         if made == made_before:
-            return Delta((), (), delta.end, made, delta.weights)
-        if made != made_before + len(tokens):
-            raise Malformed(f"the server counts {made} tokens, but {made_before} + {len(tokens)} arrived")
-    if len(tokens) != len(logprobs):
-        raise Malformed(f"{len(tokens)} tokens arrived with {len(logprobs)} log-probabilities")
-    if not tokens:
+            return Delta([], [], delta.end, made, delta.weights)
+        raise Malformed(f"the server counts {made} tokens, but {made_before} + {count} arrived")
+    if count != len(logprobs):
+        raise Malformed(f"{count} tokens arrived with {len(logprobs)} log-probabilities")
+    if not count:
         return delta
-    if set(map(type, tokens)) != {int}:
-        raise Malformed(f"a token id is not a whole number: {list(tokens)}")
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
-        raise Malformed(f"a token id is outside of the vocabulary of {vocabulary}: {list(tokens)}")
-    if not set(map(type, logprobs)) <= {float, int}:
-        raise Malformed(f"a log-probability is not a number: {list(logprobs)}")
-    if not (min(logprobs) >= LOWEST_LOGPROB and max(logprobs) <= HIGHEST_LOGPROB and math.isfinite(sum(logprobs))):
-        raise Malformed(f"a log-probability is not between {LOWEST_LOGPROB:g} and 0: {list(logprobs)}")
+    if max(tokens) >= vocabulary:
+        raise Malformed(f"a token id is outside of the vocabulary of {vocabulary}: {tokens}")
     return delta
 
 
@@ -125,38 +125,18 @@ def whole_number(value: Any, what: str) -> int:
     return value
 
 
-def weight_version(value: Any) -> str:
-    """A validated weight version from the server; raises Malformed."""
-    if not isinstance(value, str):
-        raise Malformed(f"the weight version is {value!r}, not a text")
-    return value
-
-
-def parsed(data: bytes) -> dict[str, Any]:
-    """Parse one event of a stream; raises Malformed."""
+def parsed(data: bytes, decoder: msgspec.json.Decoder[Event]) -> Event:
+    """One event of a stream; raises Malformed, and Refused if it is an error."""
     try:
-        event = _parsed(data)
+        event = decoder.decode(data)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"this is not JSON ({said(error)}): {data.decode(errors='replace')!r}") from None
-    if not isinstance(event, dict):
-        raise Malformed(f"this is not a JSON object: {data.decode(errors='replace')!r}")
+        shown = data.decode(errors="replace")
+        raise Malformed(f"this is not JSON of the expected form ({said(error)}): {shown!r}") from None
+    if event.error:
+        code = event.error.get("code") if isinstance(event.error, Mapping) else None
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        raise Refused(status, reason_of({"error": event.error}))
     return event
-
-
-def _parsed(data: bytes) -> Any:
-    try:
-        return _decoder.decode(data)
-    except ValueError:
-        return json.loads(data)  # takes NaN, too, so that the error names the value
-
-
-def refusal_in(event: Mapping[str, Any]) -> Refused | None:
-    """The error that an event reports, if it is one."""
-    error = event.get("error")
-    if not error:
-        return None
-    code = error.get("code") if isinstance(error, Mapping) else None
-    return Refused(code if type(code) is int and 400 <= code < 600 else 500, reason_of(event))
 
 
 def reason_of(answer: Any) -> str:

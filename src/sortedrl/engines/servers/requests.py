@@ -66,6 +66,7 @@ class Sent:
     sent_at: float
     stop_strings: StopStrings | None
     turn: list[int]  # the part of its prefix that belongs to the current turn
+    eos: frozenset[int]  # the tokens that end it
     heard_at: float  # when its last token arrived, or when it was sent
     paced_at: float  # when the last of each `FEWEST_TOKENS` tokens arrived, or when it was sent
     paced_tokens: int = 0  # how many it had then
@@ -95,8 +96,9 @@ class Sent:
     def hear(self, now: float) -> bool:
         """Note that tokens arrived; returns whether it got its slot with them."""
         self.heard_at = now
-        if len(self.tokens) >= self.paced_tokens + FEWEST_TOKENS:
-            self.paced_at, self.paced_tokens, self.is_back = now, len(self.tokens), False
+        count = len(self.tokens)
+        if count >= self.paced_tokens + FEWEST_TOKENS:
+            self.paced_at, self.paced_tokens, self.is_back = now, count, False
         if self.in_slot:
             return False
         if not self.is_back:
@@ -106,13 +108,14 @@ class Sent:
 
     # Where a response ends by our own rules: a server may send more, or end a stream without saying why
 
-    def take(self, tokens: list[int], eos: frozenset[int]) -> tuple[list[int], str | None]:
+    def take(self, tokens: list[int]) -> tuple[list[int], str | None]:
         """Store the tokens up to the end of the response; returns them, and the rule that ends it."""
         room = self.room - len(self.tokens)
-        end = "length" if len(tokens) >= room else None
-        tokens = tokens[:room]
-        if not self.request.sampling.ignore_eos and not eos.isdisjoint(tokens):
-            count = next(place for place, token in enumerate(tokens, start=1) if token in eos)
+        end = None
+        if len(tokens) >= room:
+            tokens, end = tokens[:room], "length"
+        if not self.eos.isdisjoint(tokens):
+            count = next(place for place, token in enumerate(tokens, start=1) if token in self.eos)
             tokens, end = tokens[:count], "stop"
         if self.stop_strings is None:
             self.tokens += tokens
@@ -123,10 +126,10 @@ class Sent:
                 return tokens[:count], "stop"
         return tokens, end
 
-    def reached(self, eos: frozenset[int]) -> str | None:
+    def reached(self) -> str | None:
         """The end that the stored tokens have reached, if it is one that the server did not report."""
         if not self.tokens:
             return None
-        if self.tokens[-1] in eos and not self.request.sampling.ignore_eos:
+        if self.tokens[-1] in self.eos:
             return "stop"
         return "length" if len(self.tokens) >= self.room else None

@@ -24,6 +24,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
@@ -32,16 +34,45 @@ from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Sou
 from sortedrl.engines.servers.messages import (
     Delta,
     Identity,
+    Logprob,
     Malformed,
     Refused,
+    ServerEvent,
+    TokenId,
+    parsed,
     reason_of,
-    weight_version,
     whole_number,
 )
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
 _EMPTY_SECONDS = 30.0
+
+
+class _Logprob(msgspec.Struct, array_like=True, gc=False):
+    logprob: Logprob
+    token: TokenId
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    status_code: int | None = None
+    message: Any = None
+
+
+class _MetaInfo(msgspec.Struct, gc=False):
+    completion_tokens: int
+    output_token_logprobs: list[_Logprob] | None = None
+    finish_reason: _FinishReason | None = None
+    weight_version: str | None = None
+
+
+class _Event(ServerEvent, gc=False):
+    output_ids: list[int] | None = None
+    meta_info: _MetaInfo | None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
 
 
 class SglangEngine(HttpEngine):
@@ -124,30 +155,27 @@ class SglangEngine(HttpEngine):
         salt = self.kv_cache_reuse.salt(request, self.version)
         return "/generate", body | ({"extra_key": salt} if salt else {})
 
-    def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
+    def delta_of(self, data: bytes, sent: Sent) -> Delta:
         """An event has either the new tokens or all tokens so far: the server's count shows how many are new."""
-        about = event["meta_info"]
-        reason = about.get("finish_reason")
-        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
-            raise Refused(int(reason["status_code"]), str(reason.get("message")))
-        made = whole_number(about["completion_tokens"], "count of tokens")
+        event = parsed(data, _decoder)
+        about = event.meta_info
+        if about is None:
+            raise Malformed(f"an event has no meta_info: {data.decode(errors='replace')!r}")
+        reason = about.finish_reason
+        if reason is not None and reason.type == "abort" and reason.status_code:
+            raise Refused(reason.status_code, str(reason.message))
+        made, entries = about.completion_tokens, about.output_token_logprobs or []
         new = made - len(sent.tokens)
-        entries = about.get("output_token_logprobs") or []
         if new < 0 or new > len(entries):
             raise Malformed(
                 f"{len(sent.tokens)} tokens arrived, then {len(entries)} more, but the server counts {made}"
             )
-        ids = event.get("output_ids")
-        if new and ids and len(ids) == len(entries) and ids[-new:] != [token for _, token, *_ in entries[-new:]]:
-            raise Malformed("the token ids and the log-probabilities belong to different tokens")
         fresh = entries[len(entries) - new :]
-        weights = about.get("weight_version")
-        return Delta(
-            tokens=[token for _, token, *_ in fresh],
-            logprobs=[logprob for logprob, *_ in fresh],
-            end=reason["type"] if reason is not None else None,
-            weights=None if weights is None else weight_version(weights),
-        )
+        tokens, ids = [entry.token for entry in fresh], event.output_ids
+        if new and ids and len(ids) == len(entries) and ids[-new:] != tokens:
+            raise Malformed("the token ids and the log-probabilities belong to different tokens")
+        end = reason.type if reason is not None else None
+        return Delta(tokens, [entry.logprob for entry in fresh], end, weights=about.weight_version)
 
     async def abort_on_server(self, names: Sequence[str]) -> bool:
         await asyncio.gather(*(self.call("POST", "/abort_request", body={"rid": name}) for name in names))

@@ -23,8 +23,8 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from sortedrl.core.engine import (
@@ -39,7 +39,7 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines.refusals import unknown_token
-from sortedrl.engines.servers.connection import BROKEN, NOT_REACHED, ServerConnection
+from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
 from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
 from sortedrl.engines.servers.requests import Sent, Waiting, WaitingRequests
@@ -83,7 +83,7 @@ class ServerStreams(ABC):
         self._names_given = 0
         self._background = BackgroundTasks(self.url, self._die)
         self._loop = self._background.loop
-        self._outbox = Outbox(self._clean, self._loop)
+        self._outbox = Outbox(self._loop)
         self._is_closed = False
         self._queue = WaitingRequests()
         self._sent: dict[str, Sent] = {}
@@ -127,8 +127,8 @@ class ServerStreams(ABC):
         """Path and body of the streaming request for this response."""
 
     @abstractmethod
-    def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        """The content of one stream event that is not an error; raises Refused or Malformed if it cannot be used."""
+    def delta_of(self, data: bytes, sent: Sent) -> Delta:
+        """The content of one stream event; raises Refused or Malformed if it cannot be used."""
 
     @abstractmethod
     async def abort_on_server(self, names: Sequence[str]) -> bool:
@@ -172,7 +172,9 @@ class ServerStreams(ABC):
         name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
         request, now = waiting.request, self.now()
         watch = self._stop_watches.of(request)
-        return Sent(waiting, name, self.room_for(request), now, watch, request.turn_tokens, heard_at=now, paced_at=now)
+        eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
+        turn = request.turn_tokens
+        return Sent(waiting, name, self.room_for(request), now, watch, turn, eos, heard_at=now, paced_at=now)
 
     async def _stream(self, sent: Sent) -> None:
         """Handle one response from its first to its last delta, and report every outcome."""
@@ -184,9 +186,9 @@ class ServerStreams(ABC):
                 await self._fail_or_wait(sent, reason, refusal.retry_after, is_busy=is_busy)
             else:
                 self._fail(sent, f"the server refused it: {refusal}", is_servers_fault=False)
-        except NOT_REACHED as error:
+        except NotReached as error:
             self._turn_away(sent, f"it is unreachable: {said(error)}")
-        except BROKEN as error:
+        except OSError as error:
             await self._fail_or_wait(sent, f"the connection broke: {said(error)}")
         except OtherWeights as error:
             self._die(str(error))
@@ -198,29 +200,28 @@ class ServerStreams(ABC):
             self._leave(sent)
 
     async def _read(self, sent: Sent) -> None:
-        async with aclosing(self._deltas(sent)) as deltas:
-            async for delta in deltas:
-                self._check_weights(sent, delta)
-                if delta.tokens and self._outage.since is not None and sent.sent_at >= self._outage.since:
-                    self._end_outage()
-                if self._hear(sent, delta):
-                    return
-        if not self._finish_if_whole(sent):
+        path, body = self.generation(sent.request, sent.name)
+        has_ended = await self._connection.stream(path, body, partial(self._take, sent))
+        if not has_ended and not self._finish_if_whole(sent):
             await self._fail_or_wait(sent, "the stream ended before the end of the response")
 
-    async def _deltas(self, sent: Sent) -> AsyncGenerator[Delta, None]:
-        async with aclosing(self._connection.events(*self.generation(sent.request, sent.name))) as events:
-            async for event in events:
-                yield checked(self.delta_of(event, sent), len(sent.tokens), self._vocabulary)
+    def _take(self, sent: Sent, data: bytes) -> bool:
+        """Handle one event; returns whether the response ends with it. Called for every message: it must be fast."""
+        delta = checked(self.delta_of(data, sent), len(sent.tokens), self._vocabulary)
+        if delta.weights is not None:
+            self._check_weights(sent, delta.weights)
+        if self._outage.since is not None and delta.tokens and sent.sent_at >= self._outage.since:
+            self._end_outage()
+        return self._hear(sent, delta)
 
-    def _check_weights(self, sent: Sent, delta: Delta) -> None:
+    def _check_weights(self, sent: Sent, found: str) -> None:
         """A stream whose first tokens carry our weight version needs no other confirmation."""
         expected = self._identity_check.expected.weights
-        if expected is None or delta.weights is None:
+        if expected is None:
             return
-        if delta.weights != expected:
+        if found != expected:
             raise OtherWeights(
-                f"it generated tokens with weight version {delta.weights} instead of {expected}: it restarted, or "
+                f"it generated tokens with weight version {found} instead of {expected}: it restarted, or "
                 "another client updates its weights"
             )
         if not sent.tokens and expected.startswith(self._name_prefix):
@@ -237,7 +238,7 @@ class ServerStreams(ABC):
 
     def _hear(self, sent: Sent, delta: Delta) -> bool:
         """Report the delta; returns whether it was the last."""
-        tokens, own_end = sent.take(list(delta.tokens), self._eos)
+        tokens, own_end = sent.take(delta.tokens)
         end = own_end or delta.end  # the server's may be that of an abort in the step of the last token
         if end in ("stop", "length") and not sent.tokens:
             raise Malformed(f"the response ended ({end}) without a token")
@@ -245,29 +246,32 @@ class ServerStreams(ABC):
             last = sent.tokens[-1]
             del sent.tokens[len(sent.logprobs) :]
             raise Malformed(f"the response ended (stop) with token {last}, which is not one of eos_token_ids")
-        now = self.now()
+        now, id = time.perf_counter(), sent.waiting.request.id
         changes: list[Change] = []
         if tokens:
             self._token_at = now
-            logprobs = list(delta.logprobs[: len(tokens)])
+            logprobs = delta.logprobs if own_end is None else delta.logprobs[: len(tokens)]
             sent.logprobs += logprobs
             if sent.hear(now):
-                self._outbox.add(RequestStarted(sent.request.id, now))
-            changes.append(Tokens(sent.request.id, now, Segment(tokens, logprobs, self.version)))
+                self._outbox.add(RequestStarted(id, now))
+            changes.append(Tokens(id, now, Segment(tokens, logprobs, self.version)))
+        if end is None:
+            self._deliver(sent, changes)
+            return False
         if end in ("stop", "length"):
-            changes.append(RequestFinished(sent.request.id, now, truncated=end == "length"))
+            changes.append(RequestFinished(id, now, truncated=end == "length"))
             sent.ended = True
             self._faults = 0
         self._deliver(sent, changes)
-        if end is not None and not sent.ended:
+        if not sent.ended:
             self._fail(sent, f"the server ended it: {end}")
-        if end is not None and delta.end is None:
+        if delta.end is None:
             self._background.spawn(self._aborts([sent.name]))
-        return end is not None
+        return True
 
     def _finish_if_whole(self, sent: Sent) -> bool:
         """Report the end if the tokens have reached one that the server did not report."""
-        end = None if sent.ended else sent.reached(self._eos)
+        end = None if sent.ended else sent.reached()
         if end is not None:
             sent.ended = True
             self._deliver(sent, [RequestFinished(sent.request.id, self.now(), truncated=end == "length")])
@@ -299,13 +303,11 @@ class ServerStreams(ABC):
 
     async def _generates(self) -> bool:
         """Whether the server generates a token for a request that is not the scheduler's."""
-        request = Request(-1, Prompt("", [1]), (), 1, 0, Sampling(ignore_eos=True))
+        probe = self._about_to_send(Waiting(Request(-1, Prompt("", [1]), (), 1, 0, Sampling(ignore_eos=True))))
+        path, body = self.generation(probe.request, probe.name)
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                async with aclosing(self._deltas(self._about_to_send(Waiting(request)))) as deltas:
-                    async for delta in deltas:
-                        if delta.tokens:
-                            return True
+                return await self._connection.stream(path, body, lambda data: bool(self.delta_of(data, probe).tokens))
         except Exception as error:  # for any reason: it does not
             _log.debug("%s does not generate: %s", self.url, self._clean(said(error)))
         return False
@@ -315,7 +317,7 @@ class ServerStreams(ABC):
             return
         sent.ended = True
         self._outbox.drop_untrusted(sent.request.id)
-        self._outbox.add(RequestFailed(sent.request.id, self.now(), reason))
+        self._outbox.add(RequestFailed(sent.request.id, self.now(), self._clean(reason)))
         self._faults += is_servers_fault
         if self._faults >= max(FEWEST_FAULTS, 2 * self.slots):
             self._die(f"the last {self._faults} requests all failed, most recently because {reason}")
@@ -369,6 +371,7 @@ class ServerStreams(ABC):
             self._finish_if_whole(sent)
         if self._outbox.is_holding:
             await self._identity_check.confirm()
+        self._outbox.deliver()
 
     async def _aborts(self, names: Sequence[str]) -> bool:
         try:
@@ -398,18 +401,17 @@ class ServerStreams(ABC):
         """Report a change, or hold it back until the server's identity is confirmed."""
         if not changes:
             return
-        sent.trusted = sent.trusted or self._identity_check.is_confirmed
         if not sent.trusted:
+            sent.trusted = self._identity_check.is_confirmed
             self._begin_to_confirm()
         self._outbox.add(*changes, trusted=sent.trusted)
 
     def _die(self, reason: str) -> None:
         sent_now = list(self._sent.values())
-        with self._outbox.news:
-            for sent in sent_now:
-                if sent.trusted:
-                    self._finish_if_whole(sent)
-            self._outbox.die(reason)
+        for sent in sent_now:
+            if sent.trusted:
+                self._finish_if_whole(sent)
+        self._outbox.die(self._clean(reason))
         here = self._background.current()
         for sent in sent_now:
             if sent.task is not None and sent.task is not here:

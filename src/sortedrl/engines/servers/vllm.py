@@ -27,11 +27,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, weight_version, whole_number
+from sortedrl.engines.servers.messages import (
+    Delta,
+    Identity,
+    Logprob,
+    Malformed,
+    Refused,
+    ServerEvent,
+    TokenId,
+    parsed,
+)
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
@@ -48,6 +59,37 @@ _RUNNING = "vllm:num_requests_running"
 _STARTED = "process_start_time_seconds"
 _NO_SUCH_ROUTE = (404, 405, 501)
 _log = logging.getLogger(__name__)
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: Logprob
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Logprob] | None = None
+
+
+class _WeightSpan(msgspec.Struct, gc=False):
+    version: str
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[TokenId] | None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_WeightSpan] | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    completion_tokens: int
+
+
+class _Event(ServerEvent, gc=False):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
 
 
 class VllmServerEngine(HttpEngine):
@@ -134,22 +176,23 @@ class VllmServerEngine(HttpEngine):
         salt = self.kv_cache_reuse.salt(request, self.version)
         return _GENERATE, body | ({"cache_salt": salt} if salt else {})
 
-    def delta_of(self, event: dict[str, Any], sent: Sent) -> Delta:
-        if not event.get("choices"):
-            return Delta((), ())
-        if len(event["choices"]) != 1:
-            raise Malformed(f"{len(event['choices'])} responses arrived instead of one")
-        choice = event["choices"][0]
-        logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()]
-        usage = event.get("usage")
-        made = None if usage is None else whole_number(usage.get("completion_tokens"), "count of tokens")
-        self._note_count(made)
+    def delta_of(self, data: bytes, sent: Sent) -> Delta:
+        event = parsed(data, _decoder)
+        if not event.choices:
+            return Delta([], [])
+        if len(event.choices) != 1:
+            raise Malformed(f"{len(event.choices)} responses arrived instead of one")
+        choice, usage = event.choices[0], event.usage
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        made = None if usage is None else usage.completion_tokens
+        if made is None or not self._counts_tokens:
+            self._note_count(made)
         return Delta(
-            tokens=choice["token_ids"] or (),
-            logprobs=logprobs,
-            end=choice.get("finish_reason"),
-            made=made,
-            weights=_weights_in(choice.get("weight_versions") or ()),
+            choice.token_ids or [],
+            [entry.logprob for entry in content] if content else [],
+            choice.finish_reason,
+            made,
+            _weights_in(choice.weight_versions) if choice.weight_versions else None,
         )
 
     def _note_count(self, made: int | None) -> None:
@@ -220,7 +263,6 @@ class VllmServerEngine(HttpEngine):
         return tag
 
 
-def _weights_in(spans: Sequence[dict[str, Any]]) -> str | None:
+def _weights_in(spans: Sequence[_WeightSpan]) -> str:
     """The weight version of a response's tokens; all of them if there are several, which is an error."""
-    versions = [weight_version(span["version"]) for span in spans]
-    return " and ".join(dict.fromkeys(versions)) if versions else None
+    return " and ".join(dict.fromkeys(span.version for span in spans))
