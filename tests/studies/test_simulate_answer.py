@@ -247,8 +247,10 @@ def test_lines_for_trl_have_the_part_of_each_process() -> None:
     assert (
         "    data.train_batch_size=64 \\" in lines and "    algorithm.rollout_correction.rollout_is=token \\" in lines
     )
-    overlapping = "\n".join(lines_to_paste(replace(schedule, overlap=True), 1024))
-    assert "overlap = true" in overlapping and "trainer_mode" not in overlapping and "GRPOConfig" not in overlapping
+    overlapping = "\n".join(lines_to_paste(replace(schedule, overlap=True, max_staleness=None), 1024))
+    assert "overlap = true" in overlapping and "GRPOConfig" not in overlapping
+    assert "hybrid_engine=False" in overlapping and "+trainer.v1.sortedrl.max_staleness=4 " in overlapping
+    assert "hybrid_engine=False" in "\n".join(lines_to_paste(schedule, 1024, separate=True))
     fresh = lines_to_paste(Schedule(mode="on-policy+planned", rollouts_per_prompt=8), 128)
     assert not any("rollout_is" in line for line in fresh), "nothing is stale"
 

@@ -38,6 +38,7 @@ def run(settings: PlanSettings) -> int:
         console.print(f"\n{drafts.reason}", style="bold", highlight=False)
     console.print(f"\n{accuracy_line(settings)}", highlight=False)
     if found.needed:
-        for line in lines_to_paste(found.choice.schedule, found.choice.slots, settings.controllers):
+        choice, separate = found.choice, settings.separate_learner
+        for line in lines_to_paste(choice.schedule, choice.slots, settings.controllers, separate=separate):
             print(line)
     return 0

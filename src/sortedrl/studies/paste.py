@@ -7,9 +7,12 @@ from typing import Any
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
 
+VERL_BOUND = 4  # with overlap, verl's adapter requires one
 
-def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1) -> list[str]:
-    """`processes`: controllers of the plan, each in a training process of TRL."""
+
+def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1, *, separate: bool = False) -> list[str]:
+    """`processes`: controllers of the plan, each in a training process of TRL. `separate`: the learner has GPUs of its
+    own, and so do the servers."""
     chosen = {"mode": schedule.mode, "prompts_per_cohort": schedule.prompts_per_cohort}
     chosen |= {
         key: value for key in ("oversubscribe", "max_staleness") if (value := getattr(schedule, key)) is not None
@@ -18,9 +21,12 @@ def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1) -> list[s
     sizes = {key: getattr(schedule, key) for key in ("rollouts_per_update", "rollouts_per_prompt")}
     overlap = {"overlap": True} if schedule.overlap else {}
     lines += [f"    {key} = {_toml(value)}" for key, value in {**chosen, "slots": slots, **sizes, **overlap}.items()]
-    if schedule.overlap:
-        return [*lines, "", "TRL and verl: not with a separate learner. Their engines and learners share GPUs here."]
-    return lines + _trl(schedule, chosen, slots, processes) + _verl(schedule, chosen, slots)
+    separate = separate or schedule.overlap
+    if separate:
+        lines += ["", "TRL: engine and learner take turns there. Plan without --separate-learner and --overlap."]
+    else:
+        lines += _trl(schedule, chosen, slots, processes)
+    return lines + _verl(schedule, chosen, slots, separate)
 
 
 def _toml(value: Any) -> str:
@@ -44,8 +50,17 @@ def _trl(schedule: Schedule, chosen: dict[str, Any], slots: int, processes: int)
     ]
 
 
-def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int) -> list[str]:
+def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int, separate: bool) -> list[str]:
+    head = "verl:"
     keys: dict[str, Any] = {"trainer.v1.trainer_mode": "sortedrl"}
+    if separate:
+        head = "verl (add actor_rollout_ref.rollout.nnodes and n_gpus_per_node: the GPUs of the servers):"
+        keys |= {
+            "actor_rollout_ref.hybrid_engine": False,
+            "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+        }
+    if schedule.overlap:
+        chosen = {"max_staleness": VERL_BOUND} | chosen
     keys |= {f"+trainer.v1.sortedrl.{key}": value for key, value in {**chosen, "slots": slots}.items()}
     keys |= {
         "data.train_batch_size": schedule.rollouts_needed // schedule.rollouts_per_prompt,
@@ -54,4 +69,4 @@ def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int) -> list[str]:
     }
     if not strategy_named(schedule.mode).on_policy:
         keys["algorithm.rollout_correction.rollout_is"] = "token"
-    return ["", "verl:", *(f"    {key}={value} \\" for key, value in keys.items())]  # verl's own lines follow
+    return ["", head, *(f"    {key}={value} \\" for key, value in keys.items())]  # verl's own lines follow
