@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from sortedrl.core import Event, events
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload import Workload, parts_of, run, with_mode
@@ -120,17 +125,17 @@ def test_parts_of_controllers_that_are_not_equal_are_refused(flags: dict[str, An
         SimulateSettings(**flags).check()
 
 
+def on_engines(engines: int, mode: str, seed: int = 0, **flags: Any) -> RunMetrics:
+    sizes = {"engines": engines, "slots": 256 * engines, "rollouts_per_update": 64 * engines, "cohorts": 8}
+    groups = {"rollouts_per_prompt": 8, "whole_groups": True, "learner_seconds": 60.0}
+    return played(mode, seed=seed, **sizes, **groups, **flags, median_length=2500.0, max_response_tokens=16_384)
+
+
 @pytest.mark.parametrize("bound", [None, 4])
 def test_a_cluster_is_as_fast_and_as_stale_as_its_engines_alone(bound: int | None) -> None:
     """Eight engines of 256 slots with updates of 512, and one of them with updates of 64."""
-    groups: dict[str, Any] = {"rollouts_per_prompt": 8, "whole_groups": True, "cohorts": 8, "learner_seconds": 60.0}
-    lengths: dict[str, Any] = {"median_length": 2500.0, "max_response_tokens": 16_384, "max_staleness": bound}
-
-    def elevator(engines: int, seed: int) -> RunMetrics:
-        sizes = {"engines": engines, "slots": 256 * engines, "rollouts_per_update": 64 * engines}
-        return played("partial+elevator", seed=seed, **sizes, **groups, **lengths)
-
-    alone, cluster = [elevator(1, seed) for seed in range(6)], elevator(8, 0)
+    alone = [on_engines(1, "partial+elevator", seed, max_staleness=bound) for seed in range(6)]
+    cluster = on_engines(8, "partial+elevator", max_staleness=bound)
     speed = fmean(found.trained_tokens_per_hour for found in alone)
     assert cluster.trained_tokens_per_hour == pytest.approx(8 * speed, rel=0.05)
     assert cluster.staleness_mean == pytest.approx(fmean(found.staleness_mean for found in alone), rel=0.05)
@@ -147,3 +152,31 @@ def test_a_learner_slower_than_the_engine_does_not_make_data_ever_staler(mode: s
         assert found.staleness_mean < 4 and found.staleness_max <= 8
         assert found.rollouts_per_update_mean < 1.5 * 32
         assert found.trained / 32 * 60.0 == pytest.approx(found.wall_seconds, rel=0.1), "the learner is always busy"
+
+
+def test_the_baseline_of_a_cluster_is_slower_only_because_it_waits_for_the_longest_of_more_responses() -> None:
+    """How long it waits follows from the distribution of lengths and the step time alone."""
+    step_time, draw = PRESETS["h200-8b"], random.Random(0)
+
+    def group() -> list[int]:
+        of_prompt = draw.gauss(0, 0.8)
+        return [min(16_384, round(2500 * math.exp(of_prompt + draw.gauss(0, 0.6)))) for _ in range(8)]
+
+    def harvest(lengths: Sequence[int]) -> float:
+        seconds, done = len(lengths) * 128 * step_time.per_prefill_token, 0
+        for ended, length in enumerate(sorted(lengths)):
+            running, steps = len(lengths) - ended, length - done
+            seconds += steps * (
+                step_time.at(running) + step_time.per_cached_token * running * (128 + (done + length - 1) / 2)
+            )
+            done = length
+        return seconds
+
+    updates = [[group() for _ in range(64)] for _ in range(150)]
+    alone = fmean(harvest([*chain(*groups[i : i + 8])]) for groups in updates for i in range(0, 64, 8))
+    spread = fmean(max(harvest([group[i] for group in groups]) for i in range(8)) for groups in updates)
+    assert spread > 1.1 * alone
+    found = on_engines(8, "baseline")
+    assert found.seconds / found.updates == pytest.approx(spread, rel=0.02)
+    few = [on_engines(1, "baseline", seed) for seed in range(4)]
+    assert fmean(one.seconds / one.updates for one in few) == pytest.approx(alone, rel=0.06)

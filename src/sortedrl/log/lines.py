@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import chain
-from typing import Any, NamedTuple, TextIO, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TextIO, get_args
 
 from sortedrl.core.events import (
     GATES,
@@ -28,17 +26,8 @@ from sortedrl.core.events import (
     Updated,
 )
 
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
-_COLUMNS: dict[type, tuple[str, ...]] = {  # fields that are tuples, lists in JSON, by event type
-    kind: columns
-    for kind in _TYPES.values()
-    if (columns := tuple(name for name, hint in get_type_hints(kind).items() if get_origin(hint) is tuple))
-}
-_PLAIN_TYPES: dict[Any, set[type]] = {int: {int}, float: {float, int}, str: {str}}  # of decoded values, by field type
-_OF_FEW = (Gate, RunBegan, SlotsChanged, Loaded)  # kinds with values that are checked one by one
 MOST = 10_000_000  # slots of a run, or rollouts that are loaded together
 LARGEST = 1e100
-_new: Any = tuple.__new__
 
 
 def _template(kind: type) -> str:
@@ -82,23 +71,20 @@ def written(log: Iterable[Event]) -> str:
 
 
 def decode(line: str) -> Event:
-    fields = json.loads(line)
-    kind: Any = _TYPES[fields.pop("event")]
-    for name in _COLUMNS.get(kind, ()):
-        if type(fields[name]) is list:
-            fields[name] = _frozen(fields[name])
-    event: Event = _new(kind, fields.values()) if tuple(fields) == kind._fields else kind(**fields)
-    return event
+    """Of a line that names the event first. Raises ValueError, also if a field is missing or has another type."""
+    name, _, fields = line.partition(",")
+    decoded = _decoders().get(name) or _decoders().get(name.replace(": ", ":"))
+    if decoded is None:
+        raise ValueError("not an event")
+    return decoded(f"{{{fields}", strict=True)
 
 
-def _frozen(column: list[Any]) -> tuple[Any, ...]:
-    """A column of plain values, or of lists of lists, as tuples. Any other one fits no event, as a tuple or a list."""
-    if not column or type(column[0]) is not list:
-        return tuple(column)
-    try:
-        return tuple([(*map(tuple, inner),) for inner in column])
-    except TypeError:
-        return tuple(column)
+@cache
+def _decoders() -> dict[str, Callable[..., Event]]:
+    """By how a line starts."""
+    from pydantic import TypeAdapter  # writing a log needs nothing but Python
+
+    return {f'{{"event":"{kind.__name__}"': TypeAdapter(kind).validator.validate_json for kind in get_args(Event)}
 
 
 class Damage(NamedTuple):
@@ -115,24 +101,18 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
         return Damage(number, "the line is torn: the log ends within it", is_torn=True)
     try:
         event = decode(line)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except ValueError:
         return Damage(number, "not an event")
-    kind = type(event)
-    fits_all = all(fits(value) for value, fits in zip(event, _checks()[kind], strict=True))
-    if not fits_all or (isinstance(event, _OF_FEW) and not _is_possible(event)):
-        return Damage(number, f"{kind.__name__} with a wrong value")
-    if not is_number(event.at):
+    if not abs(event.at) < LARGEST:
         return Damage(number, f"{type(event).__name__} without a time")
-    if isinstance(event, Updated):
-        if not event.rollouts:
-            return Damage(number, "Updated without a rollout")
-        if len({len(column) for column in event[4:]}) != 1:
-            return Damage(number, "Updated with columns of different lengths")
-        if not all(map(is_number, event.rewards)):
-            return Damage(number, "Updated with a reward that is not a finite number")
-    elif isinstance(event, Streamed) and not is_number(event.seconds):
-        return Damage(number, "Streamed with seconds that are not a finite number")
-    return event
+    why_wrong = _WHY_WRONG.get(type(event))
+    why = None if why_wrong is None else why_wrong(event)
+    return event if why is None else Damage(number, f"{type(event).__name__} {why}")
+
+
+def decoded_text(text: str, first_line: int = 1) -> list[Event | Damage]:
+    """The event in each line, or its damage; `first_line` is the number of the first one."""
+    return [decoded_or_damage(number, line) for number, line in enumerate(io.StringIO(text, newline="\n"), first_line)]
 
 
 def is_number(value: Any) -> bool:
@@ -140,50 +120,24 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < LARGEST
 
 
-def _is_possible(event: Gate | RunBegan | SlotsChanged | Loaded) -> bool:
-    """Whether folds can work with values of the right type."""
-    if isinstance(event, Gate):
-        return event.why in GATES
-    if isinstance(event, Loaded):
-        return event.first >= 0 and 0 <= event.rollouts <= MOST
+def _why_wrong_update(event: Updated) -> str | None:
+    if not event.rollouts:
+        return "without a rollout"
+    if len({len(column) for column in event[4:]}) != 1:
+        return "with columns of different lengths"
+    return None if all(map(is_number, event.rewards)) else "with a reward that is not a finite number"
+
+
+def _why_wrong_slots(event: RunBegan | SlotsChanged) -> str | None:
     group = event.settings.get("rollouts_per_prompt", 1) if isinstance(event, RunBegan) else 1
-    return 0 < event.slots <= MOST and type(group) is int and group > 0
+    return None if 0 < event.slots <= MOST and type(group) is int and group > 0 else "with a wrong value"
 
 
-@cache
-def _checks() -> dict[type, tuple[Callable[[Any], bool], ...]]:
-    """One test per field, by event type."""
-    return {kind: tuple(map(_check_of, get_type_hints(kind).values())) for kind in _TYPES.values()}
-
-
-def _check_of(hint: Any) -> Callable[[Any], bool]:
-    """A test of a decoded value against a field's type."""
-    if hint in _PLAIN_TYPES:
-        plain_types = _PLAIN_TYPES[hint]
-        return lambda value: type(value) in plain_types
-    if hint is Any:
-        return lambda value: True
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is types.UnionType:
-        options = [_check_of(option) for option in inner]
-        return lambda value: any(fits(value) for fits in options)
-    if origin is tuple and inner[1:] == (...,):
-        content = _check_of_content(inner[0])
-        return lambda value: type(value) is tuple and content(value)
-    plain = origin or hint
-    return lambda value: type(value) is plain
-
-
-def _check_of_content(hint: Any) -> Callable[[Sequence[Any]], bool]:
-    """A test of a column, whose values have this type. A column of tuples is tested as one column of all they have."""
-    plain = _PLAIN_TYPES.get(hint)
-    if plain is not None:
-        return lambda column: plain.issuperset(map(type, column))
-    inner = get_args(hint)
-    sizes = None if inner[1:] == (...,) else {len(inner)}
-    content = _check_of_content(inner[0])
-    return lambda column: (
-        {tuple}.issuperset(map(type, column))
-        and (sizes is None or sizes.issuperset(map(len, column)))
-        and content([*chain.from_iterable(column)])
-    )
+_WHY_WRONG: dict[type, Callable[[Any], str | None]] = {  # values of the right type that no fold can work with
+    Updated: _why_wrong_update,
+    RunBegan: _why_wrong_slots,
+    SlotsChanged: _why_wrong_slots,
+    Gate: lambda event: None if event.why in GATES else "with a wrong value",
+    Loaded: lambda event: None if event.first >= 0 and 0 <= event.rollouts <= MOST else "with a wrong value",
+    Streamed: lambda event: None if is_number(event.seconds) else "with seconds that are not a finite number",
+}

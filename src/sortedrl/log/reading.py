@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sortedrl.core.errors import UserError
 from sortedrl.core.events import FORMAT, READABLE_FORMATS, Event, Lost, RolledBack, RunBegan
-from sortedrl.log.decoder import decoded_text
-from sortedrl.log.lines import Damage, decode
+from sortedrl.log.lines import Damage, decode, decoded_or_damage
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-_MARKS = frozenset({RunBegan, RolledBack})  # after which earlier lines may no longer count
-_AT_ONCE = 100_000  # characters, and then up to the end of the line
 
 
 class UnknownFormat(UserError, RuntimeError):
@@ -84,7 +80,7 @@ def read_intact(path: Path) -> IntactLog:
 
     An unreadable line keeps its place while reading: it was an event, and `RolledBack` counts events.
     """
-    kept, earlier_runs = _last_run(batches_of(path))
+    kept, earlier_runs = last_run(lines_of(path))
     of_kind = Counter(map(type, kept))
     damage: list[Damage] = []
     if of_kind[Damage] or of_kind[Lost]:
@@ -102,32 +98,24 @@ def _in_order(log: list[Event]) -> list[Event]:
 
 def counting_lines(path: Path) -> list[Event | Damage]:
     """The last run in the log without void events; unreadable lines keep their places."""
-    return _last_run(batches_of(path))[0]
+    return last_run(lines_of(path))[0]
 
 
 def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int]:
     """What counts of the last run, and how many runs before it are in the log and were not rolled back."""
-    return _last_run([list(lines)])
-
-
-def _last_run(batches: Iterable[list[Event | Damage]]) -> tuple[list[Event | Damage], int]:
     kept: list[Event | Damage] = []
     earlier_runs = 0
     void = VoidTime()
-    for batch in batches:
-        if not void.seconds and _MARKS.isdisjoint(map(type, batch)):
-            kept += batch
+    for line in lines:
+        if isinstance(line, RolledBack):
+            del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
+            void = VoidTime.between(kept, line)
             continue
-        for line in batch:
-            if isinstance(line, RolledBack):
-                del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
-                void = VoidTime.between(kept, line)
-                continue
-            if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
-                kept.clear()
-                void = VoidTime()
-                earlier_runs += 1
-            kept.append(line if isinstance(line, Damage) else void.taken_from(line))
+        if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
+            kept.clear()
+            void = VoidTime()
+            earlier_runs += 1
+        kept.append(line if isinstance(line, Damage) else void.taken_from(line))
     return kept, earlier_runs
 
 
@@ -150,15 +138,12 @@ class VoidTime(NamedTuple):
         return earlier
 
 
-def batches_of(path: Path) -> Iterator[list[Event | Damage]]:
-    """Each line of the file, in batches."""
+def lines_of(path: Path) -> Iterator[Event | Damage]:
+    """The event in each line of the file, or its damage."""
     require_known_format(path)
-    lines = 0
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        while text := file.read(_AT_ONCE):
-            batch = decoded_text(text + file.readline(), first_line=lines + 1)
-            lines += len(batch)
-            yield batch
+        for number, line in enumerate(file, start=1):
+            yield decoded_or_damage(number, line)
 
 
 def require_known_format(path: Path) -> None:

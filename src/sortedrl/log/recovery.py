@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sortedrl.core.events import Event, HarvestBegan, Lost, Phase, RunBegan
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.lines import Damage, written
-from sortedrl.log.reading import batches_of, last_run
+from sortedrl.log.reading import last_run, lines_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +72,7 @@ def _is_checkpoint(line: Event | Damage) -> bool:
 def recover(path: Path, mark: CheckpointMark, first: RunBegan) -> RecoveredLog:
     """The log up to a checkpoint; `first` is the run's first event. Without it nothing that follows can be understood.
     In the file, `Lost` takes the place of each line that cannot be read."""
-    lines = [line for batch in batches_of(path) for line in batch] if path.exists() else []
+    lines = list(lines_of(path)) if path.exists() else []
     if lines and isinstance(lines[-1], Damage) and lines[-1].is_torn:
         lines.pop()
     lost = sum(isinstance(line, Damage) for line in lines)

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core.events import Event, Lost, Phase, RolledBack, RunBegan, Sink, Updated
-from sortedrl.log.decoder import decoded_text
-from sortedrl.log.lines import Damage
+from sortedrl.log.lines import Damage, decoded_text
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, VoidTime, last_run, require_known_format, without_rolled_back
