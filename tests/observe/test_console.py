@@ -99,19 +99,19 @@ def test_the_console_counts_what_the_scheduler_holds(mode: str, workload: dict[s
             places, buffer = state.view(0.0).places, controller.buffer
             updated = event.rollouts if isinstance(event, events.Updated) else ()
             waiting = [r for r in buffer.live.values() if r.state.name == "WAITING"]
-            assert places.resumable == sum(bool(rollout.segments) for rollout in waiting)
-            assert places.waiting == sum(not rollout.segments for rollout in waiting)
-            assert places.queued + places.running == len(buffer.running)
-            assert places.finished == buffer.finished
-            assert places.ready == buffer.ready - len(updated)
-            in_all = sum(places)
+            assert places["resumable"] == sum(bool(rollout.segments) for rollout in waiting)
+            assert places["waiting"] == sum(not rollout.segments for rollout in waiting)
+            assert places["queued"] + places["running"] == len(buffer.running)
+            assert places["finished"] == buffer.finished
+            assert places["ready"] == buffer.ready - len(updated)
+            in_all = sum(places.values())
             assert in_all + len(updated) == buffer.loaded - buffer.trained - buffer.rejected
 
     controller = small_controller(mode, metrics, state, compare, **workload)
     for _ in controller:
         controller.publish()
     assert compared > 100
-    assert sum(state.view(0.0).places) == 0
+    assert sum(state.view(0.0).places.values()) == 0
     assert state.view(0.0).updates == metrics.run_metrics().updates
 
 

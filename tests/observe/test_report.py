@@ -31,7 +31,7 @@ from sortedrl.log.lines import JsonLines, written
 from sortedrl.log.reading import read_events
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
-from sortedrl.observe.report import self_contained, tables
+from sortedrl.observe.report import self_contained, text
 from sortedrl.observe.report.runs import Outline, quantile, read_runs, slot_time
 from sortedrl.observe.report.series import Series, series_of
 from sortedrl.observe.timeline import OUTCOMES, slices
@@ -163,7 +163,7 @@ def test_a_run_without_an_update_changes_no_mean(tmp_path: Path) -> None:
     assert len(runs) == len(before) + 1
     series, expected = series_of(runs), series_of(before)
     assert report.as_json(runs)["conclusion"] == report.as_json(before)["conclusion"]
-    assert sorted(map(str, tables.headline(series)["rows"])) == sorted(map(str, tables.headline(expected)["rows"]))
+    assert sorted(map(str, text.headline(series)["rows"])) == sorted(map(str, text.headline(expected)["rows"]))
     curves, others = (report_charts.curves("staleness", some, "s")[0].views for some in (series, expected))
     assert sorted(map(str, curves["updates"]["data"])) == sorted(map(str, others["updates"]["data"]))
     assert [run.name for run in runs if any("No update was made" in notice for notice in run.notices)] == ["a-killed"]

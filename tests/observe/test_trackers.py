@@ -25,9 +25,8 @@ from config_file import config_file
 from forked import Command
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import trackers
-from sortedrl.observe.prometheus import Endpoint, exposition
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.observe.trackers import METRICS, STEP, Trackers, open_tracker, tracked
+from sortedrl.observe.trackers import METRICS, STEP, Endpoint, Trackers, exposition, open_tracker, tracked
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "metrics.md"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +277,7 @@ def test_a_log_that_grows_byte_by_byte_and_is_rolled_back_gives_the_view_of_the_
 
 def rows_of(console: PlainConsole) -> list[str]:
     """Without the time of day in them."""
-    view = console.state.view(0.0)._replace(ends_at=None)
+    view = replace(console.state.view(0.0), ends_at=None)
     return list(panel_rows(view, view.seen_at).values())
 
 

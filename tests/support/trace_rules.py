@@ -22,7 +22,7 @@ from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.trace import SLOTS, write_trace
 
-PHASES_OF_EVENTS = {"M", "X", "i", "C", "s", "t", "f"}
+PHASES_OF_EVENTS = {"M", "X", "b", "e", "i", "C", "s", "t", "f"}
 Json = dict[str, Any]
 Track = tuple[int, int]
 
@@ -58,6 +58,8 @@ def assert_valid_trace(log: list[Event]) -> None:
     assert_no_overlap(tracks)
     assert_arrows_are_bound(timed, tracks, log)
     assert_slot_time_is_the_log_s(timed, tracks, log)
+    found, expected = sum(end - start for _, start, end in visits(trace)), Metrics().fold(log).run_metrics()
+    assert found / 1e9 == pytest.approx(expected.environment_seconds, rel=1e-9, abs=1e-9 * len(log))
     assert len([event for event in timed if event["ph"] == "i"]) == sum(isinstance(e, Published) for e in log)
 
 
@@ -73,6 +75,20 @@ def assert_all_is_named(trace: list[Json]) -> None:
 
 def nanoseconds(microseconds: float) -> int:
     return round(microseconds * 1000)
+
+
+def visits(trace: list[Json]) -> list[tuple[int, int, int]]:
+    """Rollout, start and end of each time in an environment."""
+    open_at: dict[int, int] = {}
+    found = []
+    for event in trace:
+        if event["ph"] == "b":
+            assert event["id"] not in open_at, "a rollout is in one environment at a time"
+            open_at[event["id"]] = nanoseconds(event["ts"])
+        elif event["ph"] == "e":
+            found.append((event["id"], open_at.pop(event["id"]), nanoseconds(event["ts"])))
+    assert not open_at
+    return found
 
 
 def slices_by_track(timed: list[Json]) -> dict[Track, list[tuple[int, int, Json]]]:

@@ -24,7 +24,7 @@ from rich.text import Text
 from sortedrl.core.events import Event, Phase, Sink
 from sortedrl.core.wording import printable
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.run_state import RunState, RunView, is_update
+from sortedrl.observe.run_state import PLACES, RunState, RunView, is_update
 
 VIEW_SECONDS = 0.25
 DRAWS_PER_SECOND = 1
@@ -37,7 +37,7 @@ _FORMATS = {
     "goodput": "{:,.0f} tok/s", "waste": "{:.0%}", "filtered": "{:.0%}", "staleness": "{:.2f}", "mismatch": "{:.1e}",
 }  # fmt: skip
 _PHASE_STYLES = {"harvest": "green", "learner": "magenta", "evaluation": "cyan", "end": "default"}  # others: yellow
-_PLACES = {"waiting": "waiting", "resumable": "resumable", "ready": "ready"}
+_PLACES = ("waiting", "resumable", "ready")
 _RARE_PLACES = {"queued": "queued in the engine", "environment": "in environments"}  # shown while they are in use
 
 Log = Callable[[str], None]
@@ -94,17 +94,15 @@ def panel(view: RunView, now: float, options: ConsoleOptions, note: str = "") ->
 
 def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = False) -> dict[str, str]:
     """The lines of the panel, by label."""
-    snapshot, places, lengths = view.snapshot, view.places, view.lengths
+    snapshot, places = view.snapshot, dict.fromkeys(PLACES, 0) | view.places
     eta = f"ETA {'-' if view.ends_at is None else clock(max(0.0, view.ends_at - now))}"
     done = [f"{view.updates}/{view.updates_in_all}", _bar(view.updates / (view.updates_in_all or 1), ascii_only), eta]
     evaluated = "" if view.evaluated is None else f" {view.evaluated[0]}/{view.evaluated[1]}"
     reward = [shown("reward", view.rewards[-1])] if view.rewards else ["-"]
     reward += [] if view.correct is None else [f"correct {shown('correct', view.correct)}"]
     held_out = [shown("held_out", score) for score in (*view.held_out[:1], *view.held_out[1:][-1:])]
-    waiting = _PLACES | {place: name for place, name in _RARE_PLACES.items() if getattr(places, place)}
-    length = ["-"]
-    if lengths is not None:
-        length = [f"mean {shown('length', lengths.mean)}", f"shortest {lengths.shortest}", f"longest {lengths.longest}"]
+    waiting = [f"{place} {places[place]}" for place in _PLACES]
+    waiting += [f"{name} {places[place]}" for place, name in _RARE_PLACES.items() if places[place]]
     staleness = [f"mean {shown('staleness', snapshot.staleness_mean)}", f"max {snapshot.staleness_max}"]
     if view.mismatch is not None and view.mismatch > ROUNDING_NATS:
         staleness.append(f"mismatch {shown('mismatch', view.mismatch)}")
@@ -115,12 +113,12 @@ def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = 
         "phase": [f"{view.phase}{evaluated}", f"elapsed {clock(max(0.0, now - view.began_at))}"],
         "reward": [*reward, sparkline(view.rewards, ascii_only=ascii_only)],
         "held-out": [" -> ".join(held_out) or "-"],
-        "slots": [f"{places.running}/{view.slots} running", _bar(places.running / (view.slots or 1), ascii_only)],
-        "rollouts": [f"{name} {getattr(places, place)}" for place, name in waiting.items()],
-        "scoring": [f"backlog {places.finished}", f"rejected {snapshot.rejected}", snapshot.rejected_most],
+        "slots": [f"{places['running']}/{view.slots} running", _bar(places["running"] / (view.slots or 1), ascii_only)],
+        "rollouts": waiting,
+        "scoring": [f"backlog {places['finished']}", f"rejected {snapshot.rejected}", snapshot.rejected_most],
         "bubble": [f"now {shown('bubble', snapshot.bubble_now)}", f"run {shown('bubble', snapshot.bubble)}"],
         "goodput": [shown("goodput", snapshot.goodput), f"waste {shown('waste', snapshot.waste)}", filtered],
-        "length": length,
+        "length": [f"{which} {shown('length', length)}" for which, length in (view.lengths or {}).items()] or ["-"],
         "staleness": staleness,
         **({"note": [note]} if note else {}),
     }
@@ -150,12 +148,9 @@ class PlainConsole:
     """Shows runs, one after the other, with one line per update: for pipes, files and dumb terminals."""
 
     def __init__(self, log: Log) -> None:
-        self._log = log
+        self.log = log
         self.note = ""  # shown below the metrics
         self.state = RunState(Metrics(), "", None)
-
-    def log(self, line: str) -> None:
-        self._log(line)
 
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         """Start a run. Feed the returned sink after `metrics`."""
@@ -168,9 +163,14 @@ class PlainConsole:
 
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
         """A line of metrics.jsonl; `old`: it existed before watching started, so it is not printed."""
-        self.state.add_line(line, time.monotonic() if seen_at is None else seen_at)
+        now = time.monotonic() if seen_at is None else seen_at
+        self.state.add_line(line, now)
         if is_update(line) and not old:
-            self.log(progress_line(line, self.state.remaining_seconds()))
+            self.print_update(line)
+        self.look(now)
+
+    def print_update(self, line: dict[str, Any]) -> None:
+        self.log(progress_line(line, self.state.remaining_seconds()))
 
     def evaluating(self, done: int, total: int) -> None:
         self.state.evaluating(done, total)
@@ -191,19 +191,19 @@ class PanelConsole(PlainConsole):
     """The panel, shown between `__enter__` and `__exit__`; log lines scroll by above it."""
 
     def __init__(self, terminal: Terminal) -> None:
-        super().__init__(lambda line: None)
+        super().__init__(self._print)
         self._terminal = terminal
-        self._view = self.state.view(time.monotonic())
         self._due = 0.0  # when to take the next view
         self._drawn_columns = 0
         self._is_over = False
+        self.look(time.monotonic())
         # Redirection makes other output appear above the panel. Leave a piped stdout alone.
         redirect = sys.stdout.isatty()
         self._live = _Lasting(
             console=terminal, refresh_per_second=DRAWS_PER_SECOND, get_renderable=self._drawn, redirect_stdout=redirect
         )
 
-    def log(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         with suppress(OSError):  # the terminal is gone, but the run continues
             self._terminal.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
@@ -215,10 +215,8 @@ class PanelConsole(PlainConsole):
         self.state(event)
         self._look_if_due(at_once=type(event) is Phase)
 
-    def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
-        now = time.monotonic() if seen_at is None else seen_at
-        self.state.add_line(line, now)
-        self.look(now)
+    def print_update(self, line: dict[str, Any]) -> None:
+        """The panel shows it."""
 
     def evaluating(self, done: int, total: int) -> None:
         super().evaluating(done, total)
@@ -240,7 +238,7 @@ class PanelConsole(PlainConsole):
 
     def __exit__(self, *exc: object) -> None:
         self._is_over = True
-        self._view = self.state.view(self._view.seen_at)
+        self.look(self._view.seen_at)
         with suppress(OSError):
             self._live.stop()
 

@@ -29,6 +29,9 @@ _COUNTS = (  # metrics of these names: of rollouts, then of tokens
     *("loaded", "trained", "rejected", "filtered", "failures", "regenerated", "truncated", "preemptions", "skipped"),
     *("generated_tokens", "trained_tokens", "filtered_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
 )
+_IN_SNAPSHOT = [  # metrics that are cheap
+    *("wall_seconds", "bubble", "idle", "goodput", "waste", "filtered_fraction", "staleness_mean", "staleness_max"),
+]
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
@@ -372,19 +375,14 @@ class Metrics:
             slots=self.slots,
             **count,
             seconds=self._harvest_seconds,
-            wall_seconds=wall,
-            bubble=now.bubble,
+            **{name: getattr(now, name) for name in _IN_SNAPSHOT},
             bubble_parts={part: _ratio(value, capacity) for part, value in self._empty.items()},
             bubble_per_harvest=self._bubble_per_harvest(),
-            idle=now.idle,
             idle_parts=self._idle_parts(),
             wall_parts=self._wall_clock.fractions(self._now()),
-            goodput=now.goodput,
             kept=_ratio(count["trained_tokens"] + cached, self._harvest_seconds),
-            waste=now.waste,
             cached_tokens=cached,
             rejected_reasons=self._reasons.counts(),
-            filtered_fraction=now.filtered_fraction,
             filtered_reasons=dict(self._filtered_reasons.most_common()),
             updates=updates,
             harvests=len(self._harvest_marks),
@@ -392,8 +390,6 @@ class Metrics:
             updates_per_hour=3600 * _ratio(updates, wall),
             trained_rollouts_per_hour=3600 * _ratio(count["trained"], wall),
             trained_tokens_per_hour=3600 * _ratio(count["trained_tokens"], wall),
-            staleness_mean=now.staleness_mean,
-            staleness_max=now.staleness_max,
             staleness_histogram=dict(sorted(self._staleness.items())),
             segments_histogram=dict(sorted(self._segments.items())),
             sortedness=sortedness(self._updates),

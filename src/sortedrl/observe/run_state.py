@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
@@ -28,27 +28,19 @@ _NUMBERS = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_st
 _COUNTS = ("updates_in_all", "rejected", "scoring_backlog", "mismatch_kl")  # that a display shows if they are there
 
 
-class Lengths(NamedTuple):
-    """Response lengths of one update, in tokens."""
-
-    mean: float
-    shortest: int
-    longest: int
-
-
-class Places(NamedTuple):
-    """Rollouts that are neither trained nor rejected, by where they are."""
-
-    waiting: int = 0  # no tokens yet: never started, or dropped
-    resumable: int = 0  # aborted with its tokens kept, or back from its environment
-    queued: int = 0  # in the engine, without a slot
-    running: int = 0
-    environment: int = 0  # between two turns, without a slot
-    finished: int = 0  # but not scored yet
-    ready: int = 0
+PLACES = (  # of rollouts that are neither trained nor rejected
+    "waiting",  # no tokens yet: never started, or dropped
+    "resumable",  # aborted with its tokens kept, or back from its environment
+    "queued",  # in the engine, without a slot
+    "running",
+    "environment",  # between two turns, without a slot
+    "finished",  # but not scored yet
+    "ready",
+)
 
 
-class RunView(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RunView:
     """What a display shows; its texts have no control characters. Times are on the clock of the process that feeds the
     state; the latest event was at `began_at + snapshot.wall_seconds`."""
 
@@ -64,11 +56,11 @@ class RunView(NamedTuple):
     rewards: tuple[float, ...] = ()  # means of the latest updates, latest last
     correct: float | None = None  # of the latest update
     mismatch: float | None = None
-    lengths: Lengths | None = None
+    lengths: dict[str, float] | None = None  # of the latest update, in tokens: mean, shortest, longest
     held_out: tuple[float, ...] = ()  # scores, latest last
     evaluated: tuple[int, int] | None = None  # samples done and total, of the current evaluation
     slots: int = 0
-    places: Places = Places()
+    places: dict[str, int] = field(default_factory=dict)  # rollouts, by PLACES
 
 
 class RunState:
@@ -88,13 +80,13 @@ class RunState:
             self._change(phase=printable(event.phase), evaluated=None)
         elif isinstance(event, events.Updated):
             self._handed_out = event.update + 1
-            lengths = Lengths(fmean(event.lengths), min(event.lengths), max(event.lengths))
+            lengths = {"mean": fmean(event.lengths), "shortest": min(event.lengths), "longest": max(event.lengths)}
             self._change(rewards=(*self._view.rewards, fmean(event.rewards))[-REWARDS_SHOWN:], lengths=lengths)
         elif isinstance(event, events.Published):
             self._change(updates=self._handed_out)
 
     def _change(self, **seen: Any) -> None:
-        self._view = self._view._replace(**seen)
+        self._view = replace(self._view, **seen)
 
     def evaluating(self, done: int, total: int) -> None:
         self._change(evaluated=(done, total))
@@ -127,14 +119,15 @@ class RunState:
 
     def view(self, seen_at: float) -> RunView:
         snapshot, remaining = self.metrics.snapshot(), self.remaining_seconds()
-        return self._view._replace(
+        return replace(
+            self._view,
             mode=printable(self.metrics.mode),
             began_at=seen_at - snapshot.wall_seconds,
             ends_at=None if remaining is None else self._line_seen_at + remaining,
             seen_at=seen_at,
             snapshot=replace(snapshot, rejected_most=printable(snapshot.rejected_most)),
             slots=self.metrics.slots,
-            places=self._places.counts(),
+            places=dict(self._places.count),
         )
 
 
@@ -196,10 +189,7 @@ class RolloutPlaces:
         self._place: dict[int, str] = {}
         self._loaded = 0  # rollouts before this one were seen, or are lost
         self._kept: dict[int, int] = {}  # prefix tokens of submitted rollouts
-        self._count = dict.fromkeys(Places._fields, 0)
-
-    def counts(self) -> Places:
-        return Places(**self._count)
+        self.count = dict.fromkeys(PLACES, 0)
 
     def __call__(self, event: Any) -> None:
         place = _PLACE_AFTER.get(type(event))
@@ -213,7 +203,7 @@ class RolloutPlaces:
         elif isinstance(event, events.Loaded):
             new = range(max(event.first, self._loaded), event.first + event.rollouts)
             self._place.update(dict.fromkeys(new, "waiting"))
-            self._count["waiting"] += len(new)
+            self.count["waiting"] += len(new)
             self._loaded = max(self._loaded, new.stop)
         elif isinstance(event, events.Rejected):
             self._forget((event.rollout,))
@@ -222,13 +212,13 @@ class RolloutPlaces:
 
     def _move(self, rollout: int, place: str) -> None:
         if rollout in self._place:
-            self._count[self._place[rollout]] -= 1
-            self._count[place] += 1
+            self.count[self._place[rollout]] -= 1
+            self.count[place] += 1
             self._place[rollout] = place
 
     def _forget(self, rollouts: Iterable[int]) -> None:
         """Rollouts that were trained on, rejected or filtered."""
         for rollout in rollouts:
             if rollout in self._place:
-                self._count[self._place.pop(rollout)] -= 1
+                self.count[self._place.pop(rollout)] -= 1
             self._kept.pop(rollout, None)

@@ -26,13 +26,12 @@ for every outcome (a kept slice has one once its rollout was trained on), or Non
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
@@ -64,53 +63,6 @@ class Slice:
 def slot_counts(log: Iterable[Event]) -> tuple[int, ...]:
     """The slots of a run, in order: more than one number if it was resumed with others."""
     return tuple(event.slots for event in log if isinstance(event, (events.RunBegan, events.SlotsChanged)))
-
-
-class Visit(NamedTuple):
-    """A rollout's time in its environment. Visits with the same `lane` do not overlap; the lowest free one is taken."""
-
-    lane: int
-    start: float
-    end: float
-    rollout: int
-    turn: int  # that the environment answers, from 1
-    failures: int
-
-
-def visits(log: Iterable[Event]) -> list[Visit]:
-    """All visits, by start and then by lane, without rolled-back events. A visit that the log does not end lasts until
-    its last event."""
-    kept = without_rolled_back(log)
-    if events.TurnEnded not in set(map(type, kept)):
-        return []
-    open_visits: dict[int, Visit] = {}
-    turns: Counter[int] = Counter()
-    found: list[Visit] = []
-    free: list[int] = []
-    lanes = 0
-    at = 0.0
-    for event in kept:
-        at = event.at
-        if isinstance(event, events.TurnEnded):
-            turns[event.rollout] += 1
-            if not free:
-                free.append(lanes)
-                lanes += 1
-            lane = heapq.heappop(free)
-            open_visits[event.rollout] = Visit(lane, at, at, event.rollout, turns[event.rollout], 0)
-        elif isinstance(event, events.EnvironmentFailed) and event.rollout in open_visits:
-            visit = open_visits[event.rollout]
-            open_visits[event.rollout] = visit._replace(failures=visit.failures + 1)
-        elif isinstance(event, events.Observed | events.Finished | events.Regenerated | events.Rejected):
-            if event.rollout in open_visits:
-                found.append(open_visits.pop(event.rollout)._replace(end=at))
-                heapq.heappush(free, found[-1].lane)
-            if isinstance(event, events.Regenerated):
-                del turns[event.rollout]
-        elif isinstance(event, events.Aborted | events.Failed) and event.dropped:
-            del turns[event.rollout]
-    found += [visit._replace(end=at) for visit in open_visits.values()]
-    return sorted(found, key=lambda visit: (visit.start, visit.lane))
 
 
 def slices(log: Iterable[Event]) -> list[Slice]:

@@ -1,7 +1,7 @@
 """A run as Chrome-trace JSON (the trace-event format), which ui.perfetto.dev and chrome://tracing open.
 
     process "slots"   one track per slot with the slices of observe/timeline.py, colored by outcome
-    process "environments"   rollouts in their environments, on as many tracks as were there at a time
+    process "environments"   rollouts in their environments, as asynchronous slices: viewers stack those that overlap
     process "run"     tracks: phases; learner (one slice per update, and per part that was streamed to it during the
                       harvest); weight versions, as instants
                       counters: running, waiting, resumable, environment, ready
@@ -27,16 +27,17 @@ from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.run_state import RolloutPlaces
-from sortedrl.observe.timeline import slices, slot_counts, visits
+from sortedrl.observe.timeline import slices, slot_counts
 
 RUN, SLOTS, ENVIRONMENTS = 1, 2, 3  # processes
 # Tracks; their numbers are unique across processes, since viewers may mix them up.
-PHASES, LEARNER, VERSIONS, FIRST_SLOT, FIRST_ENVIRONMENT = 101, 102, 103, 1001, 10_000_001
+PHASES, LEARNER, VERSIONS, FIRST_SLOT = 101, 102, 103, 1001
 COLORS = {
     "trained": "good", "stepped": "olive", "kept": "yellow", "lookahead": "rail_response", "dropped": "terrible",
     "filtered": "grey", "preempted": "bad", "failed": "black", "running": "gray",
 }  # fmt: skip
 _OUTLINE = (events.RunBegan, events.SlotsChanged, events.Phase, events.Updated, events.Streamed, events.Published)
+_ENDS_OF_VISITS = events.Observed | events.Finished | events.Regenerated | events.Rejected
 COUNTERS = ("running", "waiting", "resumable", "environment", "ready")
 Json = dict[str, Any]
 
@@ -66,7 +67,7 @@ class _Trace:
     def __init__(self, log: list[Event]) -> None:
         self._log = log
         self._outline = [*(event for event in log[:-1] if isinstance(event, _OUTLINE)), log[-1]]
-        self._slices, self._visits = slices(log), visits(log)
+        self._slices = slices(log)
         self._updates = self._learner_spans()
 
     def events(self) -> list[Json]:
@@ -95,16 +96,15 @@ class _Trace:
         counts = slot_counts(self._outline)
         mode = next((event.mode for event in self._outline if isinstance(event, events.RunBegan)), "")
         processes = {RUN: f"run, {mode}", SLOTS: f"slots, {', then '.join(map(str, counts))}"}
+        if events.TurnEnded in set(map(type, self._log)):
+            processes[ENVIRONMENTS] = "environments"
         tracks = {PHASES: "phases", LEARNER: "learner", VERSIONS: "weight versions"}
         tracks |= {FIRST_SLOT + slot: f"slot {slot}" for slot in range(max(counts, default=0))}
-        if lanes := {visit.lane for visit in self._visits}:
-            processes[ENVIRONMENTS] = f"environments, {len(lanes)} at a time"
-            tracks |= {FIRST_ENVIRONMENT + lane: f"environment {lane}" for lane in sorted(lanes)}
         for process, name in processes.items():
             yield from _named("process", {"pid": process}, name, process)
         for track, name in tracks.items():
-            process = RUN if track < FIRST_SLOT else SLOTS if track < FIRST_ENVIRONMENT else ENVIRONMENTS
-            yield from _named("thread", {"pid": process, "tid": track}, name, track)
+            where = {"pid": RUN if track < FIRST_SLOT else SLOTS, "tid": track}
+            yield from _named("thread", where, name, track)
 
     def _slot_slices(self) -> Iterator[Json]:
         for stay in self._slices:
@@ -115,11 +115,20 @@ class _Trace:
             yield found | {"cname": COLORS[stay.outcome]}
 
     def _environment_slices(self) -> Iterator[Json]:
-        for visit in self._visits:
-            span, name = self._span(visit.start, visit.end), f"environment #{visit.rollout}"
-            facts = {"rollout": visit.rollout, "turn": visit.turn, "failures": visit.failures}
-            if span.end > span.start:
-                yield _slice(ENVIRONMENTS, FIRST_ENVIRONMENT + visit.lane, span, name, "environment", facts)
+        """From the end of a turn until the answer, or until the rollout ends without one."""
+        inside: set[int] = set()
+        for event in self._log:
+            if isinstance(event, events.TurnEnded | _ENDS_OF_VISITS) and event.rollout in inside:
+                inside.remove(event.rollout)
+                yield self._visit("e", event.rollout, event.at)
+            if isinstance(event, events.TurnEnded):
+                inside.add(event.rollout)
+                yield self._visit("b", event.rollout, event.at)
+        yield from (self._visit("e", rollout, self._log[-1].at) for rollout in inside)
+
+    def _visit(self, edge: str, rollout: int, at: float) -> Json:
+        where = {"pid": ENVIRONMENTS, "id": rollout, "ts": self._time(at)}
+        return {"ph": edge, **where, "name": "environment", "cat": "environment", "args": {"rollout": rollout}}
 
     def _phase_slices(self) -> Iterator[Json]:
         marks = [event for event in self._outline if isinstance(event, events.Phase)]
@@ -177,11 +186,10 @@ class _Trace:
             places(event)
             if following == time:
                 continue
-            counts = places.counts()._asdict()
             for name in COUNTERS:
-                if shown.get(name) != counts[name]:
-                    shown[name] = counts[name]
-                    yield {"ph": "C", "pid": RUN, "ts": time, "name": name, "args": {"rollouts": counts[name]}}
+                if shown.get(name) != (count := places.count[name]):
+                    shown[name] = count
+                    yield {"ph": "C", "pid": RUN, "ts": time, "name": name, "args": {"rollouts": count}}
 
     def _arrows(self) -> Iterator[Json]:
         """One flow per trained rollout: through its slices, to its update. Empty slices cannot hold an arrow."""

@@ -1,15 +1,18 @@
 """The metrics sent to experiment trackers: one table of names, and the trackers.
 
-Every tracker and the Prometheus endpoint receives the lines of metrics.jsonl: they show the numbers of that file and
-compute none. docs/metrics.md explains each metric; a test keeps it in sync with the table.
+Every tracker, of which the Prometheus endpoint is one, receives the lines of metrics.jsonl: they show the numbers of
+that file and compute none. docs/metrics.md explains each metric; a test keeps it in sync with the table.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sortedrl.core.configuration import ConfigurationError
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 STEP = "update"  # counts from 1; an evaluation before the first update is at 0
 PROJECT = "sortedrl"
+LOOPBACK = "127.0.0.1"
 
 
 METRICS = {  # and their units
@@ -172,3 +176,63 @@ def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracke
     with redirect_stdout(sys.stderr):  # stdout may carry the command's JSON
         run = trackio.init(**named)
     return RunTracker(name, run.log, trackio.finish)  # run.finish would be called again at exit
+
+
+# Prometheus
+
+
+class Endpoint:
+    """The latest value of each metric as `sortedrl_NAME` at http://127.0.0.1:PORT/metrics, in Prometheus' text format.
+
+    Port 0 picks a free port; see `url`. For access from other machines, set up a proxy.
+    """
+
+    name = "prometheus"
+
+    def __init__(self, port: int) -> None:
+        values: dict[str, float] = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                is_known = self.path == "/metrics"
+                body = exposition(dict(values)).encode() if is_known else b"metrics are at /metrics\n"
+                self.send_response(200 if is_known else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *parts: object) -> None:
+                """Silent: scrapes come every few seconds."""
+
+        try:
+            self._server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+        except OSError as error:
+            fix = "Use another port, or 0 for a free one."
+            raise ConfigurationError("prometheus_port", port, f"{error.strerror}", fix) from None
+        self._values = values
+        self.url = f"http://{LOOPBACK}:{self._server.server_port}/metrics"
+        Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
+
+    def log(self, update: int, values: Mapping[str, float]) -> None:
+        self._values |= {STEP: update, **values}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def exposition(values: Mapping[str, float]) -> str:
+    """Metrics in the text format. Numbers are printed with full precision."""
+    helps = {STEP: "updates done"} | {name: f"{unit}, see docs/metrics.md" for name, unit in METRICS.items()}
+    return "".join(
+        f"# HELP sortedrl_{name} {text}\n# TYPE sortedrl_{name} gauge\nsortedrl_{name} {_number(values[name])}\n"
+        for name, text in helps.items()
+        if name in values
+    )
+
+
+def _number(value: float) -> str:
+    if math.isfinite(value):
+        return repr(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -89,11 +89,8 @@ def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
     """The current state of the run as plain data."""
     console = PlainConsole(lambda line: None)
     watched = Follower(folder, console).watched(stopped_after_seconds)
-    view = console.state.view(0.0)
-    plain = view._asdict() | {"places": view.places._asdict(), "lengths": view.lengths and view.lengths._asdict()}
-    for moment in ("began_at", "ends_at", "seen_at"):  # only meaningful to a display
-        del plain[moment]
-    plain["snapshot"] = asdict(view.snapshot)
+    moments = ("began_at", "ends_at", "seen_at")  # only meaningful to a display
+    plain = {key: value for key, value in asdict(console.state.view(0.0)).items() if key not in moments}
     return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
 
 

@@ -27,8 +27,7 @@ from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
 from sortedrl.observe.console import Log, PlainConsole, RunConsole
-from sortedrl.observe.prometheus import Endpoint
-from sortedrl.observe.trackers import open_tracker, require_login
+from sortedrl.observe.trackers import Endpoint, open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.settings.base import as_json
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference

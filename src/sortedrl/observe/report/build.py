@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sortedrl.observe.report import charts, tables, text
+from sortedrl.observe.report import charts, text
 from sortedrl.observe.report.runs import ReportedRun
 from sortedrl.observe.report.self_contained import render
 from sortedrl.observe.report.series import run_names, series_of
@@ -72,7 +72,6 @@ def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: s
         "of_each_run": list(zip(names, runs, commands, strict=True)),
         "has_several_runs": any(len(one.runs) > 1 for one in series),
         "text": text,
-        "tables": tables,
         "legend": charts.legend(runs),
         "charts": drawn,
     }
