@@ -49,7 +49,7 @@ class Panel:
 
 PANELS = (
     Panel("baseline", "cold", "every update waits for its longest response", "before"),
-    Panel("partial+elevator", "warm", "stopped early, kept, resumed; freed slots are refilled", "after"),
+    Panel("partial+elevator", "cold", "stopped early, kept, resumed; freed slots are refilled", "after"),
 )
 
 
@@ -136,8 +136,8 @@ def picture(before: Occupancy, after: Occupancy) -> str:
     gain = after.run_metrics.goodput / before.run_metrics.goodput
     middle = LEFT + WIDTH * (after.end + seconds) / seconds / 2
     notes = (
-        "Slots in use over time; ticks under a panel are updates of 128 rollouts. Simulated: lognormal lengths, limit",
-        "8,192, step time fitted to an 8B model on an H200; partial+elevator with lengths from a previous epoch.",
+        "Slots in use over time; ticks under a panel are updates of 128 rollouts. Simulated, generation only:",
+        "lognormal lengths, limit 8,192, step time fitted to 8B on an H200; a first epoch: no length is known.",
     )
     footer = "".join(
         f'<text x="{LEFT}" y="{height - 28 + 15 * i}" class="small soft">{note}</text>' for i, note in enumerate(notes)
