@@ -39,6 +39,7 @@ ONE_OF_EACH: list[Event] = [
     events.Rejected(0.4, 1, 0, "no reward"),
     events.Filtered(0.4, (2, 3), 31, "right", 1.0),
     events.Streamed(0.4, 0, 0.1, (0,)),
+    events.Drafted(0.4, 30, 12, 40),
     events.Updated(0.5, 0, 0, 2, (0,), (8,), (-1.5,), (((0, 3), (2, 5)),), (1,)),
     events.Published(0.6, 3),
     events.RolledBack(0.7, 2),

@@ -9,9 +9,20 @@ import numpy as np
 import pytest
 
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.controller import Controller
+from sortedrl.core.engine import ForwardingEngine
+from sortedrl.core.events import EventLog
+from sortedrl.core.prompts import Prompts
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines import suffix_drafter
-from sortedrl.engines.speculative import own_drafter
+from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.simulated_loop import SimulatedScorer
+from sortedrl.engines.speculative import LoggedDrafts, drafts_with_full_slots, own_drafter
+from sortedrl.engines.step_time import PRESETS
 from sortedrl.engines.suffix_drafter import SuffixDrafter, _Text, longest_match, places_in
+from sortedrl.observe.metrics import Metrics
+from sortedrl.studies.workload import SimulatedPrompts
 
 PROMPT = [1, 2, 3, 4]
 OTHER = [9, 8, 7]
@@ -124,3 +135,29 @@ def test_only_a_drafter_of_ours_can_be_switched() -> None:
     assert own_drafter(other, None) is None
     with pytest.raises(ConfigurationError, match="draft_up_to 8"):
         own_drafter(other, 8)
+
+
+def test_what_was_drafted_and_accepted_is_in_the_log_once_per_update_and_in_the_metrics() -> None:
+    engine: Any = SimulatedEngine(slots=4, step_time=PRESETS["memory-bound"], length_of=lambda request: 5)
+    metrics = Metrics()
+    prompts = Prompts(SimulatedPrompts(8, 2), epochs=1)
+    schedule = Schedule(mode="baseline", rollouts_per_update=4, max_response_tokens=8)
+    controller = Controller(engine, prompts, SimulatedScorer(engine), schedule, log=EventLog(metrics))
+    LoggedDrafts(engine).mark(controller)
+    assert metrics.snapshot().tokens_per_step is None, "an engine without drafts logs nothing"
+    engine.drafter = drafter_of()
+    logged = LoggedDrafts(ForwardingEngine(engine))
+    for _ in controller:
+        drafts(engine.drafter, [*PROMPT, 5, 6, 7, 5, 6, 7, 5, 6, 7], sampled=3)
+        logged.mark(controller)
+        controller.publish()
+    found = metrics.run_metrics()
+    assert (found.updates, found.drafted_tokens, found.accepted_tokens, found.tokens_per_step) == (2, 6, 4, 3.0)
+
+
+def test_drafts_in_a_mode_that_keeps_its_slots_full_are_noticed() -> None:
+    config = {"speculative_config": {"method": "ngram"}}
+    full = [m for m in ("baseline", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead", "april")
+            if drafts_with_full_slots(config, strategy_named(m))]  # fmt: skip
+    assert full == ["partial+elevator", "partial+lookahead", "april"]
+    assert drafts_with_full_slots({}, strategy_named("april")) is None

@@ -19,11 +19,12 @@ from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.core.controller import Controller
 from sortedrl.core.engine import Sampling
-from sortedrl.core.events import Batched, Event, EventLog
+from sortedrl.core.events import Event, EventLog
 from sortedrl.core.prompts import Prompts
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import PRESETS
+from sortedrl.log.file import Batched
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.console import (
     ROUNDING_NATS,

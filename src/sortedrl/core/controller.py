@@ -346,9 +346,9 @@ class Controller:
         self._start_run()
         self._ledger.mark_phase(phase)
 
-    def mark_settings_changed(self, changes: dict[str, Any]) -> None:
-        """Log the settings, as `[old, new]` by name, that a resumed run has changed; call it after `restore`."""
-        self.log.append(events.SettingsChanged(self._clock.now(), changes))
+    def mark(self, kind: Callable[..., events.Event], *fields: Any) -> None:
+        """Log an event of the caller's now: `SettingsChanged` after `restore`, or `Drafted`."""
+        self.log.append(kind(self._clock.now(), *fields))
 
     # Checkpoints, between two batches
 

@@ -11,7 +11,6 @@ environment from `TurnEnded` until `Observed` (it waits for a slot, with its tok
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -210,6 +209,16 @@ class Streamed(NamedTuple):
     rollouts: tuple[int, ...]
 
 
+class Drafted(NamedTuple):
+    """Only with drafts (speculative decoding), once per update: tokens since the last one. Of those that the engine
+    sampled, `accepted` were drafted; each of the others took a step of its request."""
+
+    at: float
+    drafted: int
+    accepted: int
+    sampled: int
+
+
 class Updated(NamedTuple):
     """A batch went to the learner, which held `version`. Columns are parallel, one entry per rollout.
 
@@ -269,6 +278,7 @@ Event = (
     | Rejected
     | Filtered
     | Streamed
+    | Drafted
     | Updated
     | Published
     | RolledBack
@@ -288,28 +298,3 @@ class EventLog:
         self.count += 1
         for sink in self.sinks:
             sink(event)
-
-
-class Batched:
-    """A sink that passes events on in batches: at each phase change, after `seconds`, or when `most` are waiting.
-    Between the steps of a model, handling events one by one costs several times as much because of cold caches."""
-
-    def __init__(self, *sinks: Sink, most: int = 1024, seconds: float = 0.5) -> None:
-        self.sinks = list(sinks)
-        self._most = most
-        self._seconds = seconds
-        self._due = -math.inf
-        self._waiting: list[Event] = []
-
-    def __call__(self, event: Event) -> None:
-        self._waiting.append(event)
-        if type(event) is Phase or event.at >= self._due or len(self._waiting) >= self._most:
-            self._due = event.at + self._seconds
-            self.flush()
-
-    def flush(self) -> None:
-        """Pass on all waiting events."""
-        waiting, self._waiting = self._waiting, []
-        for sink in self.sinks:
-            for event in waiting:
-                sink(event)

@@ -21,7 +21,7 @@ from typing import Any
 from sortedrl.core.checkpoint import check_state
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Controller
-from sortedrl.core.events import Event, Sink, Updated
+from sortedrl.core.events import Event, SettingsChanged, Sink, Updated
 from sortedrl.log.file import EventFile, free_name
 from sortedrl.log.process_lock import lock_of_log, process_is_there
 from sortedrl.log.reading import counting_lines
@@ -75,7 +75,7 @@ class Recorder:
         if saved is not None:
             controller.restore(saved, last_time=recovered.last_time)
             if changes := changed(saved.get("settings", {}), self._settings):
-                controller.mark_settings_changed(changes)
+                controller.mark(SettingsChanged, changes)
 
     def __call__(self, event: Event) -> None:
         if self._to_mark is not None:

@@ -28,6 +28,7 @@ BUBBLE_PARTS = ("drain", "refill", "queued", "kv_limited", "held_back", "environ
 _COUNTS = (  # metrics of these names: of rollouts, then of tokens
     *("loaded", "trained", "rejected", "filtered", "failures", "regenerated", "truncated", "preemptions", "skipped"),
     *("generated_tokens", "trained_tokens", "filtered_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
+    *("drafted_tokens", "accepted_tokens"),
 )
 _IN_SNAPSHOT = [  # metrics that are cheap
     *("wall_seconds", "bubble", "idle", "goodput", "waste", "filtered_fraction", "staleness_mean", "staleness_max"),
@@ -63,7 +64,7 @@ class Metrics:
         self._updates: list[UpdateLengths] = []
         self._reward_sum = self._streamed_seconds = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
-        self._trained_streamed = 0
+        self._trained_streamed = self._steps_of_requests = 0
         self._longest_wait = self._oldest_skipped = 0
         self._expected_lengths, self._real_lengths = array("d"), array("d")
         self._attempts = Attempts() if estimates_uncut_length else None
@@ -94,6 +95,7 @@ class Metrics:
             events.Filtered: self._on_filtered,
             events.Skipped: self._on_skipped,
             events.Streamed: self._on_streamed,
+            events.Drafted: self._on_drafted,
             events.Updated: self._on_updated,
             events.Published: lambda event: self._wall_clock.publish(self._now()),
         }
@@ -288,6 +290,11 @@ class Metrics:
         self._streamed.update(event.rollouts)
         self._streamed_seconds += event.seconds
 
+    def _on_drafted(self, event: events.Drafted) -> None:
+        self._count["drafted_tokens"] += event.drafted
+        self._count["accepted_tokens"] += event.accepted
+        self._steps_of_requests += event.sampled - event.accepted
+
     def _on_updated(self, event: events.Updated) -> None:
         if event.update < self._next_update:
             return
@@ -336,7 +343,7 @@ class Metrics:
     # The metrics
 
     def snapshot(self) -> Snapshot:
-        count = self._count
+        count, steps = self._count, self._steps_of_requests
         wall = self._time - self._began
         empty, capacity = sum(self._empty.values()), self._harvest_capacity
         capacity_before, empty_before = self._harvest_marks[-1] if self._harvest_marks else (0.0, 0.0)
@@ -352,6 +359,7 @@ class Metrics:
             rejected_most=self._reasons.most_frequent() if count["rejected"] else "",
             staleness_mean=_ratio(sum(age * n for age, n in self._staleness.items()), count["trained_tokens"]),
             staleness_max=max(self._staleness, default=0),
+            tokens_per_step=1 + count["accepted_tokens"] / steps if steps else None,
         )
 
     def _idle_parts(self) -> dict[str, float]:
@@ -382,6 +390,7 @@ class Metrics:
             wall_parts=self._wall_clock.fractions(self._now()),
             kept=_ratio(count["trained_tokens"] + cached, self._harvest_seconds),
             cached_tokens=cached,
+            tokens_per_step=now.tokens_per_step,
             rejected_reasons=self._reasons.counts(),
             filtered_reasons=dict(self._filtered_reasons.most_common()),
             updates=updates,

@@ -20,6 +20,7 @@ class Snapshot:
     rejected_most: str  # the most frequent reason
     staleness_mean: float
     staleness_max: int
+    tokens_per_step: float | None  # of a request; None: no drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class RunMetrics:
     prefill_tokens: int
     re_prefill_tokens: int  # submitted again; an engine with a prefix cache or `reuse_kv_cache` finds some of them
     preemptions: int
+    drafted_tokens: int  # by speculative decoding
+    accepted_tokens: int  # of the drafted ones
+    tokens_per_step: float | None  # of a request, with the drafted ones; None: no drafts
     loaded: int
     trained: int
     rejected: int

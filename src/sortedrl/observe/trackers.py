@@ -39,6 +39,7 @@ METRICS = {  # and their units
     "goodput": "tokens/s",
     "waste": "fraction",
     "filtered_fraction": "fraction",
+    "tokens_per_step": "tokens",
     "run_staleness_mean": "versions",
     "staleness_mean": "versions",
     "staleness_max": "versions",

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from sortedrl.core.batch import Batch
 from sortedrl.core.controller import Controller
-from sortedrl.core.events import Batched, EventLog
+from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.wording import counted
-from sortedrl.log.file import EventFile
+from sortedrl.log.file import Batched, EventFile
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
@@ -115,6 +115,7 @@ class RunRecord:
                 "reward_parts": mean_parts((rollout.detail or {}).get("parts", {}) for rollout in batch),
                 "scoring_backlog": scoring_backlog,
                 **({"rejected_most": run_metrics.rejected_most} if run_metrics.rejected else {}),
+                **({} if run_metrics.tokens_per_step is None else {"tokens_per_step": run_metrics.tokens_per_step}),
                 **stats,
             }
         )

@@ -15,6 +15,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
 from sortedrl.core.engine import EngineBase, EngineDied, Sampling
 from sortedrl.core.errors import UserError
+from sortedrl.core.events import SettingsChanged
 from sortedrl.core.group_filter import FilterFailed, TooManyFiltered
 from sortedrl.core.loading import updates_in_all
 from sortedrl.core.prompts import Prompts
@@ -23,6 +24,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.core.wording import counted
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
+from sortedrl.engines.speculative import LoggedDrafts, drafts_with_full_slots
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
@@ -94,6 +96,9 @@ class TrainingRun:
             max_updates=settings.updates,
             stream_to=self._streamed_learner(),
         )
+        self.drafts = LoggedDrafts(self.engine)
+        if notice := drafts_with_full_slots(settings.resolved_engine_options(), self.controller.strategy):
+            console.log(notice)
         self.rejections = self._rejection_watch()
         self.skipped_steps = SkippedSteps(settings.steps_per_update, settings.learning_rate, console.log)
         train, held_out = map(problem_digests, (resources.train, self._held_out()))
@@ -153,7 +158,7 @@ class TrainingRun:
         self.record.record(self.controller, state)
         self.record.roll_back(state["updates"], notes["seconds"])
         if changes := self._changes_since(notes):
-            self.controller.mark_settings_changed(changes)
+            self.controller.mark(SettingsChanged, changes)
         self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
         self.best = tuple(notes["best"]) if notes["best"] else None
         self.reward_pool.recent = notes["recent_rewards"]
@@ -199,6 +204,7 @@ class TrainingRun:
         settings, done = self.settings, batch.update + 1
         if settings.shuffle_rewards:
             self.reward_pool.shuffle(batch)
+        self.drafts.mark(self.controller)
         stats = self._step(batch)
         self.controller.publish(self._weights())
         evaluates = settings.eval_every > 0 and done % settings.eval_every == 0

@@ -35,6 +35,7 @@ from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.wording import counted
+from sortedrl.engines.speculative import LoggedDrafts
 from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.group_rewards import Score, scored_groups
 from sortedrl.log.atomic_write import write_atomically
@@ -157,6 +158,7 @@ class ScheduledRun:
             schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
         )
         self._in_hand: Batch | None = None
+        self._drafts = LoggedDrafts(engine)
         self._environments = environments
         self.controller = Controller(
             engine,
@@ -190,6 +192,7 @@ class ScheduledRun:
         self._extend_data()
         for batch in self._batches:
             self._in_hand = batch
+            self._drafts.mark(self.controller)
             rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
             self.reward_mean = sum(rewards) / len(rewards)
             return batch
