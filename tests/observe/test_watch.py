@@ -21,6 +21,7 @@ from forked import Command, Done
 from scenarios import run as simulated
 from sortedrl.cli import main
 from sortedrl.core import events
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.lines import written
 from sortedrl.log.process_lock import RUN_LOCK, ProcessLock
 from sortedrl.log.reading import read_events, without_rolled_back
@@ -316,7 +317,8 @@ def test_a_log_of_an_older_version_is_refused_in_one_line(tmp_path: Path, capsys
 
 
 def test_the_newest_run_is_watched_where_none_is_named(killed: Path, tmp_path: Path) -> None:
-    assert watch.newest_run(tmp_path / "runs") is None
+    with pytest.raises(ConfigurationError, match="there is no run"):
+        watch.newest_run(tmp_path / "runs")
     for name, age in (("old", 500), ("new", 5), ("older", 900)):
         shutil.copytree(killed, tmp_path / "runs" / name)
         os.utime(tmp_path / "runs" / name / "events.jsonl", (time.time() - age,) * 2)

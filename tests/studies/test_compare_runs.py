@@ -381,7 +381,7 @@ def test_failed_runs_are_no_work_done_in_the_time_left(monkeypatch: pytest.Monke
     assert progress.seconds_left() == 20.0
     assert printed == [
         "[1/4] baseline seed 0: FAILED; 1 running, 1 failed",
-        "[2/4] elevator seed 0: done; 0 running, 1 failed, 20 s left",
+        "[2/4] elevator seed 0: done; 0 running, 1 failed, 0:20 left",
     ]
 
 

@@ -53,21 +53,17 @@ def flag_of(key: str) -> str:
     return _FLAGS.get(key, key.replace("_", "-"))
 
 
-def type_text(field: FieldInfo) -> str:
+def type_text(annotation: Any) -> str:
     """What a flag expects, such as INT or {auto,cpu,cuda}; empty for a switch."""
-    return _type_text(field.annotation)
-
-
-def _type_text(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _type_text(inner[0])
+        return type_text(inner[0])
     if origin is Literal:
         return "{" + ",".join(map(str, inner)) + "}"
     if origin in (Union, UnionType):
-        return "|".join(_type_text(one) for one in inner if one is not NoneType)
+        return "|".join(type_text(one) for one in inner if one is not NoneType)
     if origin is tuple:
-        return f"{_type_text(inner[0])} ..."
+        return f"{type_text(inner[0])} ..."
     if origin is dict:
         return "KEY VALUE pairs"
     return _TYPE_NAMES[annotation]
@@ -75,7 +71,8 @@ def _type_text(annotation: Any) -> str:
 
 def _entry(key: str, kind: type[Settings], width: int) -> list[str]:
     field = kind.model_fields[key]
-    head = f"  {key.upper()}" if key in kind.positional else f"  --{flag_of(key)} {type_text(field)}".rstrip()
+    flag = f"--{flag_of(key)} {type_text(field.annotation)}".rstrip()
+    head = f"  {key.upper() if key in kind.positional else flag}"
     meaning = f"{field.description or ''}{_default_text(field)}"
     text = textwrap.wrap(meaning, max(width - COLUMN, 30), break_on_hyphens=False)
     indented = [" " * COLUMN + line for line in text]

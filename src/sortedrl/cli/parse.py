@@ -16,13 +16,44 @@ from typing import Any, TypeVar, get_args, get_origin
 import pydantic
 
 from sortedrl.cli.help_page import flag_of, help_page, type_text
-from sortedrl.cli.other_names import our_name_for
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
 from sortedrl.settings.base import InvalidSettings, Settings, first_error, plain_reason
 from sortedrl.training.settings import saved_settings
 
 S = TypeVar("S", bound=Settings)
+# Names that vLLM, SGLang, TRL and verl users know for a setting of ours, to name ours in the error.
+OTHER_NAMES = {
+    "slots": ("max_num_seqs", "max_running_requests"),
+    "rollouts_per_prompt": ("num_generations", "group_size"),
+    "rollouts_per_update": ("train_batch_size", "batch_size", "generation_batch_size", "per_device_train_batch_size"),
+    "max_response_tokens": ("max_completion_length", "max_response_length", "max_new_tokens", "max_tokens"),
+    "max_prompt_tokens": ("max_prompt_length",),
+    "max_context_tokens": ("max_model_len", "max_length", "context_length"),
+    "model": ("model_name_or_path", "model_path"),
+    "data": ("dataset", "dataset_name", "train_files"),
+    "updates": ("max_steps", "steps", "total_training_steps"),
+    "epochs": ("num_train_epochs", "total_epochs"),
+    "learning_rate": ("lr",),
+    "lora_rank": ("lora_r",),
+    "clip_low": ("epsilon", "clip_ratio_low"),
+    "clip_high": ("epsilon_high", "clip_ratio_high"),
+    "ratio_level": ("importance_sampling_level",),
+    "importance_cap": ("vllm_importance_sampling_cap",),
+    "aggregation": ("loss_type", "loss_agg_mode"),
+    "truncated_rollouts": ("mask_truncated_completions",),
+    "kl_coefficient": ("beta", "kl_loss_coef"),
+    "entropy_coefficient": ("entropy_coeff",),
+    "max_grad_norm": ("grad_clip",),
+    "warmup_updates": ("warmup_steps", "lr_warmup_steps"),
+    "gae_lambda": ("lam",),
+    "eval_every": ("eval_steps", "test_freq"),
+    "checkpoint_every": ("save_steps", "save_freq"),
+    "tracker": ("report_to",),
+    "out": ("output_dir",),
+    "resume": ("resume_from_checkpoint",),
+}
+
 _OTHER_TYPE = ("_parsing", "_type", "literal_error")  # ends of pydantic's names of such errors
 
 
@@ -115,7 +146,7 @@ def _flags(kind: type[Settings], args: Sequence[str], program: str) -> dict[str,
         elif given or (words and not words[0].startswith("--")):
             found[key] = _value(value if given else words.pop(0), annotation)
         else:
-            expected = type_text(kind.model_fields[key])
+            expected = type_text(kind.model_fields[key].annotation)
             raise FlagError(f"--{flag} needs a value: {expected}. See {program} --help.")
     return found
 
@@ -151,21 +182,24 @@ def _pairs(kind: type[Settings], key: str, words: list[str], program: str) -> di
 
 
 def _expected(kind: type[Settings], key: str, value: str, program: str) -> str:
-    expected = type_text(kind.model_fields[key]) or "no value"
+    expected = type_text(kind.model_fields[key].annotation) or "no value"
     return f"--{flag_of(key)}{value}: expected {expected}. See {program} --help."
 
 
 def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
     key = flag.replace("-", "_")
-    if key in kind.not_here:
-        return f"no such flag: --{flag}. Reason: {kind.not_here[key]}"
-    ours = our_name_for(key, kind.model_fields)
-    if ours is not None:
+    if (ours := _our_name_for(key, kind)) is not None:
         use = f"set {ours} in a TOML file with --config" if ours in kind.file_only else f"use --{flag_of(ours)}"
         return f"no such flag: --{flag}. Here it has another name: {use}"
     known = [flag_of(key) for key in kind.model_fields if key not in kind.file_only]
     near = difflib.get_close_matches(flag, known, n=1)
-    return f"no such flag: --{flag}. " + (f"Did you mean --{near[0]}?" if near else f"See {program} --help.")
+    hint = f"Did you mean --{near[0]}?" if near else f"See {program} --help."
+    return f"no such flag: --{flag}. " + (f"Reason: {kind.not_here[key]}" if key in kind.not_here else hint)
+
+
+def _our_name_for(key: str, kind: type[Settings]) -> str | None:
+    """The setting of a command that another tool calls `key`."""
+    return next((ours for ours, others in OTHER_NAMES.items() if key in others and ours in kind.model_fields), None)
 
 
 # The file
@@ -183,15 +217,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
     known = [name for name in kind.model_fields if name != "json_output"]
     for key, value in values.items():
+        if key in known:
+            continue
+        near = difflib.get_close_matches(key, known, n=1)
+        why, fix = "no such key", f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."
         if key in kind.not_here:
-            raise ConfigurationError(key, value, "no such key", f"Reason: {kind.not_here[key]}.")
-        if key not in known:
-            ours = our_name_for(key, known)
-            if ours is not None:
-                raise ConfigurationError(key, value, "no such key: here it has another name", f"Use {ours}.")
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."
-            raise ConfigurationError(key, value, "no such key", hint)
+            fix = f"Reason: {kind.not_here[key]}."
+        elif (ours := _our_name_for(key, kind)) is not None:
+            why, fix = "no such key: here it has another name", f"Use {ours}."
+        raise ConfigurationError(key, value, why, fix)
 
 
 def _first_error(kind: type[Settings], error: pydantic.ValidationError) -> ConfigurationError:

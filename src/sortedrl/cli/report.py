@@ -47,10 +47,7 @@ SETTINGS = ReportSettings
 
 def run(settings: ReportSettings) -> int:
     """With --json the page is written only if --out names it."""
-    newest = watch.newest_run(Path("runs"))
-    paths = settings.runs or ([newest] if newest else [])
-    if not paths:
-        raise ConfigurationError("runs", "runs", "there is no run", "Name a run folder, as in runs/NAME.")
+    paths = settings.runs or [watch.newest_run(Path("runs"))]
     page = settings.out or report.default_page(paths)
     if settings.dry_run:
         print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)

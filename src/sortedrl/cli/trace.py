@@ -38,8 +38,6 @@ SETTINGS = TraceSettings
 
 def run(settings: TraceSettings) -> int:
     path = settings.run or newest_run(Path("runs"))
-    if path is None:
-        raise ConfigurationError("run", "runs", "there is no run", "Name a run folder, as in runs/NAME.")
     source = path / "events.jsonl" if path.is_dir() else path
     out = settings.out or source.with_name("trace.json")
     if settings.dry_run:

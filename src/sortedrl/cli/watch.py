@@ -37,8 +37,8 @@ SETTINGS = WatchSettings
 def run(settings: WatchSettings) -> int:
     """Exit code 1 if the log stopped growing."""
     folder = settings.run or watch.newest_run(Path("runs"))
-    if folder is None or not watch.is_run(folder):
-        raise ConfigurationError("run", str(folder or "runs"), "there is no run", "Name a run folder, as in runs/NAME.")
+    if not watch.is_run(folder):
+        raise ConfigurationError("run", str(folder), "there is no run", "Name a run folder, as in runs/NAME.")
     if settings.dry_run:
         print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
         return 0

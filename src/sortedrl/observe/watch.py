@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Lost, Phase, RolledBack, RunBegan, Sink, Updated
 from sortedrl.log.lines import Damage, decoded_text
 from sortedrl.log.paused_gc import paused_gc
@@ -66,10 +67,12 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() or (folder / "events.jsonl").is_file()
 
 
-def newest_run(runs: Path) -> Path | None:
+def newest_run(runs: Path) -> Path:
     """The most recently written run folder in `runs`."""
     folders = [folder for folder in runs.iterdir() if is_run(folder)] if runs.is_dir() else []
-    return min(folders, key=_silence_of, default=None)
+    if not folders:
+        raise ConfigurationError("run", str(runs), "there is no run", "Name a run folder, as in runs/NAME.")
+    return min(folders, key=_silence_of)
 
 
 def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -> Watched:

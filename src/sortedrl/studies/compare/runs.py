@@ -31,6 +31,7 @@ from typing import Any
 
 from sortedrl.core.wording import printable
 from sortedrl.log.atomic_write import write_atomically
+from sortedrl.observe.console import clock
 from sortedrl.studies.compare.study import Settings, Study
 from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
 
@@ -213,15 +214,9 @@ class StudyProgress:
         self._last = time.monotonic()
         parts = [f"{len(running)} running"] + [f"{self._failed} failed"] * bool(self._failed)
         if self._ended < self._total and (seconds := self.seconds_left()) is not None:
-            parts.append(f"{duration(seconds)} left")
+            parts.append(f"{clock(seconds)} left")
         place = f"[{self._ended:{len(str(self._total))}}/{self._total}]"
         self._log(f"{place} {printable(text)}; {', '.join(parts)}")
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 OnEnd = Callable[[StudyRun, str | None], str]  # gets the error, returns what to tell the user

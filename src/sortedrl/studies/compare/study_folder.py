@@ -11,19 +11,13 @@ from typing import Any, TextIO
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.process_lock import RUN_LOCK
+from sortedrl.observe.console import clock
 from sortedrl.observe.report.self_contained import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
 from sortedrl.studies.compare.results import Results, append, read_results, record_plan, result_line
-from sortedrl.studies.compare.runs import (
-    StudyProgress,
-    StudyRun,
-    duration,
-    run_all,
-    runs_of,
-    wait_for_earlier_runs,
-)
+from sortedrl.studies.compare.runs import StudyProgress, StudyRun, run_all, runs_of, wait_for_earlier_runs
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
 from sortedrl.training.run_lock import locked
 
@@ -59,7 +53,7 @@ def _run_what_is_missing(study: Study, folder: Path, jobs: int, version: str, lo
         for name in () if study.keep_models else LARGE:
             shutil.rmtree(run.folder / name, ignore_errors=True)
         first, *_, last = 2 * line["curve"]["score"]
-        return f"held-out score {first:.3f} -> {last:.3f} in {duration(line['wall_seconds'])}"
+        return f"held-out score {first:.3f} -> {last:.3f} in {clock(line['wall_seconds'])}"
 
     def record(run: StudyRun, error: str | None) -> str:
         try:
