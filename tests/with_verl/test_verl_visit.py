@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
-from sortedrl.integrations.verl.exchange import Aborted, Exchange, Finished, Observed, Started, reason_for_report
+from sortedrl.integrations.verl.exchange import (
+    Exchange,
+    LoopObserved,
+    TurnAborted,
+    TurnFinished,
+    TurnStarted,
+    reason_for_report,
+)
 from sortedrl.integrations.verl.visit import NOT_SAMPLED, Ticket, Visit, common_prefix
 
 
@@ -94,13 +101,13 @@ def test_no_loop_passes_the_gate_without_a_slot() -> None:
         assert not waiting.done()
         await exchange.grant({1: 5})
         assert await waiting == 5
-        assert await _kinds(exchange) == [Started]
-        await exchange.report([Finished(1, truncated=False)])
+        assert await _kinds(exchange) == [TurnStarted]
+        await exchange.report([TurnFinished(1, truncated=False)])
         assert not await exchange.has_slot(1)
         again = asyncio.create_task(exchange.enter(1, array("i", [7])))
         await asyncio.sleep(0)
         assert not again.done(), "the slot of the first turn is gone"
-        assert await _kinds(exchange) == [Finished, Observed]
+        assert await _kinds(exchange) == [TurnFinished, LoopObserved]
         await exchange.grant({1: 3})
         assert await again == 3
 
@@ -116,7 +123,7 @@ def test_an_abort_names_those_at_the_servers_and_parks_them() -> None:
         late = await _enters(exchange, 2)
         parked = await _enters(exchange, 1)
         assert not late.done() and not parked.done()
-        assert await _kinds(exchange) == [Started, Aborted]
+        assert await _kinds(exchange) == [TurnStarted, TurnAborted]
         await exchange.grant({1: 2})
         assert await parked == 2 and not late.done()
 

@@ -15,7 +15,7 @@ import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.integrations.verl.exchange import Aborted, Ended, Failed, Scored, Unfit, reason_for_report
+from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, Unfit, reason_for_report
 from sortedrl.integrations.verl.group_metric import metric_of, value_of
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
@@ -59,11 +59,11 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
                 dict(sampling_params), trajectory=trajectory, trace=trace, session_id=ticket.dispatch, **prompt
             )
         except (RolloutAborted, asyncio.CancelledError):
-            await visit.report(Aborted(ticket.dispatch))
+            await visit.report(TurnAborted(ticket.dispatch))
         except ConfigurationError as error:
             await visit.report(Unfit(ticket.dispatch, str(error)))
         except Exception as error:
-            await visit.report(Failed(ticket.dispatch, reason_for_report(error)))
+            await visit.report(LoopFailed(ticket.dispatch, reason_for_report(error)))
         finally:
             visit.is_over = True
             del self._loops[ticket.dispatch]
@@ -82,7 +82,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         if fault is not None:
             raise RuntimeError(fault)
         if not visit.is_single_turn:
-            await visit.report(Ended(ticket.dispatch))
+            await visit.report(LoopEnded(ticket.dispatch))
         await super()._agent_loop_postprocess(outputs, validate, **kwargs)
         reward = outputs[-1].reward_score
         if reward is None:
@@ -90,7 +90,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         keys = tuple(f"{kwargs['uid']}_{ticket.dispatch}_{index}" for index in range(len(outputs)))
         extra_info = outputs[-1].extra_fields.get("reward_extra_info") or {}
         metric = None if self._metric is None else value_of(self._metric, extra_info)
-        await visit.report(Scored(ticket.dispatch, float(reward), keys, metric))
+        await visit.report(LoopScored(ticket.dispatch, float(reward), keys, metric))
 
 
 class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]

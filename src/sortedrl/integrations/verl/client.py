@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from sortedrl.integrations.verl.exchange import Ended, Finished, Made, Report, ServerFailed, reason_for_report
+from sortedrl.integrations.verl.exchange import LoopEnded, Made, Report, ServerFailed, TurnFinished, reason_for_report
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
 _ABORTED = ("abort", "aborted")
@@ -89,8 +89,8 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
 
 
 def _end_of_turn(visit: Visit) -> list[Report]:
-    finished = Finished(visit.ticket.dispatch, truncated=visit.is_full)
-    return [finished, Ended(visit.ticket.dispatch)] if visit.is_single_turn else [finished]
+    finished = TurnFinished(visit.ticket.dispatch, truncated=visit.is_full)
+    return [finished, LoopEnded(visit.ticket.dispatch)] if visit.is_single_turn else [finished]
 
 
 def _taken(visit: Visit, output: TokenOutput, whole: TokenOutput) -> list[Report]:

@@ -206,7 +206,7 @@ class VerlEngine(EngineBase):
         self._count = state["count"] + 1_000_000  # the rolled-back part may have used many
         for id, keys in state["keys"].items():
             loop = self._new_loop(int(id))
-            loop.is_live, loop.has_ended, loop.outcome = False, True, reports.Ended(loop.dispatch)
+            loop.is_live, loop.has_ended, loop.outcome = False, True, reports.LoopEnded(loop.dispatch)
             loop.keys, reward = tuple(keys), state["rewards"][id]
             loop.score = None if reward is None else (reward, None)
             loop.metric = state.get("metrics", {}).get(id)  # sortedrl 0.2 did not save it
@@ -307,21 +307,21 @@ class VerlEngine(EngineBase):
         if isinstance(report, reports.ServerFailed) and report.is_gone:  # before retries cost a rollout
             raise EngineDied(f"{_SERVER_GONE}: {report.reason}")
         if report.dispatch not in self._id_of:
-            if isinstance(report, reports.Scored):
+            if isinstance(report, reports.LoopScored):
                 self._clear(report.keys)  # regenerated in the meantime
             return
         loop = self.loops[self._id_of[report.dispatch]]
-        if isinstance(report, reports.Scored):
+        if isinstance(report, reports.LoopScored):
             loop.keys = report.keys
             loop.score, loop.metric = (report.reward, None), report.metric
         elif self._running.get(loop.id) == report.dispatch:
             self._news += self._changes(loop, at, report)
-        elif isinstance(report, reports.Observed):
+        elif isinstance(report, reports.LoopObserved):
             loop.length += len(report.tokens)
             loop.outcome = report
-        elif isinstance(report, reports.Ended):
+        elif isinstance(report, reports.LoopEnded):
             loop.is_live, loop.has_ended, loop.outcome = False, True, report
-        elif isinstance(report, reports.Failed):
+        elif isinstance(report, reports.LoopFailed):
             loop.is_live = False
             if loop.has_ended:
                 loop.score = None, report.reason
@@ -331,14 +331,14 @@ class VerlEngine(EngineBase):
     def _changes(self, loop: Loop, at: float, report: reports.Report) -> list[Change]:
         """Of a rollout in a slot."""
         match report:
-            case reports.Started():
+            case reports.TurnStarted():
                 self._starting.pop(report.dispatch, None)
                 return [core.RequestStarted(loop.id, at)]
             case reports.Made():
                 loop.length += len(report.tokens)
                 segment = Segment(report.tokens.tolist(), report.logprobs.tolist(), report.version)
                 return [core.Tokens(loop.id, at, segment)]
-            case reports.Finished():
+            case reports.TurnFinished():
                 self._leave_slot(loop.id)
                 loop.turns += 1
                 loop.has_ended = report.truncated
@@ -346,21 +346,23 @@ class VerlEngine(EngineBase):
             case reports.ServerFailed():
                 self._leave_slot(loop.id)
                 return [core.RequestFailed(loop.id, at, report.reason)]
-            case reports.Aborted():
+            case reports.TurnAborted():
                 self._leave_slot(loop.id)
-            case reports.Failed() | reports.Ended():
+            case reports.LoopFailed() | reports.LoopEnded():
                 return self._ended_in_slot(loop, at, report)
         return []
 
-    def _ended_in_slot(self, loop: Loop, at: float, report: reports.Failed | reports.Ended) -> list[Change]:
+    def _ended_in_slot(self, loop: Loop, at: float, report: reports.LoopFailed | reports.LoopEnded) -> list[Change]:
         """The loop ended although it had asked for a turn, or before its first one."""
         self._leave_slot(loop.id)
         loop.is_live = False
         if loop.turns:
-            reason = report.reason if isinstance(report, reports.Failed) else "its agent loop did not wait for generate"
-            loop.outcome = reports.Failed(report.dispatch, reason)
+            reason = (
+                report.reason if isinstance(report, reports.LoopFailed) else "its agent loop did not wait for generate"
+            )
+            loop.outcome = reports.LoopFailed(report.dispatch, reason)
             return [core.RequestFinished(loop.id, at, truncated=False)]
-        reason = report.reason if isinstance(report, reports.Failed) else "its agent loop did not call generate"
+        reason = report.reason if isinstance(report, reports.LoopFailed) else "its agent loop did not call generate"
         return [core.RequestFailed(loop.id, at, reason)]
 
     def _take_news(self) -> list[Change]:

@@ -22,7 +22,7 @@ import ray
 from sortedrl.core.user_values import reason_of
 
 
-class Started(NamedTuple):
+class TurnStarted(NamedTuple):
     """It has its slot and goes to a server."""
 
     dispatch: int
@@ -37,14 +37,14 @@ class Made(NamedTuple):
     version: int
 
 
-class Finished(NamedTuple):
+class TurnFinished(NamedTuple):
     """A turn ended and its slot is free. `truncated`: no token is left of the response's limit."""
 
     dispatch: int
     truncated: bool
 
 
-class Aborted(NamedTuple):
+class TurnAborted(NamedTuple):
     """Its agent loop left the server, and waits or was canceled."""
 
     dispatch: int
@@ -58,27 +58,27 @@ class ServerFailed(NamedTuple):
     is_gone: bool = False
 
 
-class Observed(NamedTuple):
+class LoopObserved(NamedTuple):
     """The agent loop wants another turn. `tokens`: what it added to the context since the last one."""
 
     dispatch: int
     tokens: array[int]
 
 
-class Ended(NamedTuple):
+class LoopEnded(NamedTuple):
     """The agent loop returned; its score follows."""
 
     dispatch: int
 
 
-class Failed(NamedTuple):
-    """The agent loop raised an error. Before `Ended` the rollout is lost, after it there is no score."""
+class LoopFailed(NamedTuple):
+    """The agent loop raised an error. Before `LoopEnded` the rollout is lost, after it there is no score."""
 
     dispatch: int
     reason: str
 
 
-class Scored(NamedTuple):
+class LoopScored(NamedTuple):
     """Its trajectories are in the TransferQueue, under `keys`."""
 
     dispatch: int
@@ -94,9 +94,10 @@ class Unfit(NamedTuple):
     reason: str
 
 
-Report = Started | Made | Finished | Aborted | ServerFailed | Observed | Ended | Failed | Scored | Unfit
-_LEAVES_ITS_SLOT = (Finished, Aborted, ServerFailed, Ended, Failed)
-_ENDS_THE_LOOP = (Aborted, Ended, Failed, Scored, Unfit)
+OfTurn = TurnStarted | Made | TurnFinished | TurnAborted | ServerFailed
+Report = OfTurn | LoopObserved | LoopEnded | LoopFailed | LoopScored | Unfit
+_LEAVES_ITS_SLOT = (TurnFinished, TurnAborted, ServerFailed, LoopEnded, LoopFailed)
+_ENDS_THE_LOOP = (TurnAborted, LoopEnded, LoopFailed, LoopScored, Unfit)
 
 
 class Exchange:
@@ -116,9 +117,9 @@ class Exchange:
         A dispatch that enters while it is inside was aborted, and is reported as such.
         """
         if observation is not None:
-            self._append(Observed(dispatch, observation))
+            self._append(LoopObserved(dispatch, observation))
         if dispatch in self._inside:
-            self._append(Aborted(dispatch))
+            self._append(TurnAborted(dispatch))
         while dispatch not in self._granted or dispatch in self._canceled:
             if dispatch in self._canceled:
                 self._canceled.discard(dispatch)
@@ -127,7 +128,7 @@ class Exchange:
             await moved.wait()
             del self._at_the_gate[dispatch]
         self._inside.add(dispatch)
-        self._append(Started(dispatch))
+        self._append(TurnStarted(dispatch))
         return self._granted[dispatch]
 
     async def has_slot(self, dispatch: int) -> bool:

@@ -18,9 +18,9 @@ from typing import Any
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
-from sortedrl.integrations.verl.exchange import Ended, Failed, Observed
+from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopObserved
 
-Outcome = Observed | Ended | Failed  # of the time between two turns
+Outcome = LoopObserved | LoopEnded | LoopFailed  # of the time between two turns
 WaitUntil = Callable[[Callable[[], bool], float], None]  # a condition, or so many seconds
 
 
@@ -83,11 +83,11 @@ class AgentLoopTurns:
             return Answer(id, call, is_lost=True)
         outcome, loop.outcome = loop.outcome, None
         match outcome:
-            case Observed(tokens=tokens):
+            case LoopObserved(tokens=tokens):
                 return Answer(id, call, observation=tokens.tolist())
-            case Ended():
+            case LoopEnded():
                 return Answer(id, call)
-            case Failed(reason=reason):
+            case LoopFailed(reason=reason):
                 return Answer(id, call, error=reason)
         return None
 
