@@ -26,7 +26,7 @@ from sortedrl.settings.slots import default_slots, too_many_slots
 from sortedrl.studies import workload
 from sortedrl.studies.answer import conclusion, spread
 from sortedrl.studies.paste import lines_to_paste
-from sortedrl.studies.plan import Allowed, Option, PlanSettings, _best_of, _update_size_scan, candidates, fewer_slots
+from sortedrl.studies.plan import Allowed, Option, PlanSettings, candidates, choose, fewer_slots
 from sortedrl.studies.simulate import DECIDING_MODES, Case, SimulateSettings, cases, compare, relative_error
 from sortedrl.studies.tables import ANSWER, THROUGHPUT, bubble_table, digits, show, table_of
 from sortedrl.studies.workload import Workload, run
@@ -168,41 +168,13 @@ def option(mode: str, of_limit: float, staleness: float = 0.0, bias: float = 0.0
 BASELINE = option("baseline", 0.5)
 
 
-def test_a_row_of_plan_names_what_the_bound_excludes() -> None:
-    fast, allowed = option("partial+elevator", 0.8, staleness=0.9), Allowed(staleness_mean=0.3)
-    row = _best_of(1.0, [BASELINE, option("partial", 0.6, staleness=0.2), fast], allowed)
-    assert row.best is not None and row.best.name == "partial"
-    assert row.excluded is fast and row.excluded_because == "staleness 0.90, allowed 0.3"
-    none_allowed = _best_of(1.0, [BASELINE, fast], allowed)
-    assert none_allowed.best is None and none_allowed.excluded is fast
-    assert _best_of(1.0, [BASELINE, fast], Allowed()).excluded is None
-
-
-def test_a_row_of_plan_follows_the_rule_of_its_choice() -> None:
-    young, fast = option("partial+elevator", 0.79, staleness=0.5), option("partial+lookahead", 0.8, staleness=1.8)
-    assert _best_of(2.0, [BASELINE, young, fast], Allowed()).best is young
-    assert _best_of(2.0, [BASELINE, replace(young, run_of_limit=0.77), fast], Allowed()).best is fast
-
-
-def test_plan_tries_each_kind_of_partial_mode_at_other_update_sizes() -> None:
-    schedule = Schedule(rollouts_per_update=64)
-    scan = _update_size_scan(Workload(slots=64), schedule, Allowed())
-    tried = {case.schedule.mode for ratio, case in scan if ratio == 0.5}
-    assert {"partial+lookahead", "partial+elevator"} <= tried
-    assert tried == {"partial+lookahead"} | {case.schedule.mode for ratio, case in scan if ratio == 8.0}
-
-
-@pytest.mark.parametrize(
-    ("slots", "rollouts_per_prompt", "ratios"), [(1, 1, [2, 4, 8]), (3, 1, [2 / 3, 2, 4, 8]), (4, 8, [4, 8])]
-)
-def test_the_ratios_of_plan_are_those_of_its_updates(slots: int, rollouts_per_prompt: int, ratios: list[float]) -> None:
-    """Half of one slot is no update, and a whole group is more than a few slots."""
-    schedule = Schedule(
-        rollouts_per_update=slots, rollouts_per_prompt=rollouts_per_prompt, whole_groups=rollouts_per_prompt > 1
-    )
-    scan = _update_size_scan(Workload(slots=slots), schedule, Allowed())
-    assert list(dict.fromkeys(ratio for ratio, _ in scan)) == ratios
-    assert all(case.schedule.rollouts_needed == ratio * slots for ratio, case in scan)
+def test_the_choice_of_plan_is_within_the_bounds_and_of_two_close_ones_the_one_with_less_staleness() -> None:
+    slow, fast, bound = option("partial", 0.6, staleness=0.2), option("partial+elevator", 0.8, staleness=0.9), 0.3
+    assert choose([BASELINE, slow, fast], Allowed(staleness_mean=bound))[0] is slow
+    assert choose([BASELINE, fast], Allowed(staleness_mean=bound))[0] is BASELINE
+    young, old = option("partial+elevator", 0.79, staleness=0.5), option("partial+lookahead", 0.8, staleness=1.8)
+    assert choose([BASELINE, young, old], Allowed())[0] is young
+    assert choose([BASELINE, replace(young, run_of_limit=0.77), old], Allowed())[0] is old
 
 
 def test_plan_and_simulate_agree_on_the_same_schedule() -> None:
@@ -211,8 +183,6 @@ def test_plan_and_simulate_agree_on_the_same_schedule() -> None:
     planned = json.loads(sortedrl("plan", "--json", *PLANNED).stdout)
     same = next(o for o in planned["options"] if o["name"] == "partial+lookahead, cohort 4 x update")
     assert same["goodput"] == pytest.approx(simulated["modes"]["partial+lookahead"]["goodput"])
-    own = next(row for row in planned["by_update_size"] if row["ratio"] == 1)
-    assert own["best"] == planned["choice"]
 
 
 def test_plan_within_seconds_ends_with_lines_to_paste_and_shows_progress_when_piped() -> None:
@@ -291,10 +261,7 @@ def test_a_profile_of_your_own_is_no_preset() -> None:
 
 def test_plan_names_what_its_bound_excludes() -> None:
     words = ["plan", "--max-staleness-mean", "0.3", "--cohorts", "2", *PLANNED]
-    found = json.loads(sortedrl(*words, "--json").stdout)
-    own = next(row for row in found["by_update_size"] if row["ratio"] == 1)
-    assert own["excluded"] is not None and "allowed 0.3" in own["excluded_because"]
-    assert "would give" in sortedrl(*words).stdout
+    assert "(max_staleness_mean = 0.3)" in " ".join(sortedrl(*words).stdout.split())
 
 
 def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float = 0.0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ choice. So is the effect of streaming, which is exact: on a device for the learn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -36,8 +36,6 @@ CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and 
 )
 FEWER_SLOTS = (("partial+lookahead", None), ("partial+elevator", None), ("partial+elevator", 1.5))
 LEAST_SLOTS = 0.4  # times the update size
-MOST_FOR_LOOKAHEAD = 2.0  # update size over slots: beyond it a drain is a small part of a cohort
-UPDATE_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0)  # update size over slots
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,6 @@ class Option:
 
 
 @dataclass(frozen=True)
-class UpdateSize:
-    """The best schedules at one update size over slots. `excluded` is faster than every allowed one."""
-
-    ratio: float
-    baseline: Option
-    best: Option | None  # None: only baselines are allowed
-    excluded: Option | None
-    excluded_because: str = ""
-
-
-@dataclass(frozen=True)
 class Plan:
     choice: Option
     runner_up: Option | None
@@ -120,7 +107,6 @@ class Plan:
     options: tuple[Option, ...]
     staleness_frontier: tuple[Option, ...]
     bias_frontier: tuple[Option, ...]
-    by_update_size: tuple[UpdateSize, ...]
 
 
 def candidates(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[Case]:
@@ -162,15 +148,14 @@ def plan(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
     rows = candidates(workload, schedule, allowed)
-    scan = _update_size_scan(workload, schedule, allowed)
     keeping = _with_kv_cache_reuse([row for row in rows if row.workload.slots == workload.slots])
-    run_metrics = compare([*rows, keeping, *(case for _, case in scan)], seeds, on_progress=on_progress)
+    run_metrics = compare([*rows, keeping], seeds, on_progress=on_progress)
     options = tuple(option(row.name, row.schedule, run_metrics[row.name]) for row in rows)
     choice, runner_up = choose(options, allowed)
     with_kv_cache_reuse = option(keeping.name, keeping.schedule, run_metrics[keeping.name])
     baseline = max((o for o in options if o.is_baseline), key=lambda o: o.run_of_limit)
     streamed, on_shared_gpu = _streamed(workload, (choice, baseline), seeds)
-    needed = not choice.is_baseline
+    needed, too_stale = not choice.is_baseline, _too_stale(options, choice, allowed)
     keys_matter = is_allowed(with_kv_cache_reuse, allowed) and is_faster(with_kv_cache_reuse, choice)
     return Plan(
         choice=choice,
@@ -183,15 +168,15 @@ def plan(
         reason=(
             reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline)
             if needed
-            else reason_for_baseline(choice, _too_stale(options, choice, allowed), allowed)
+            else reason_for_baseline(choice, too_stale)
         )
+        + excluded_by_staleness(too_stale, allowed)
         + larger_updates(choice)
         + streaming_advice(choice, streamed, "If the learner has a device of its own, add --stream (exact)")
         + streaming_advice(choice, on_shared_gpu, "On one GPU with --engine vllm, set stream and stream_sms (exact)"),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
         bias_frontier=frontier(options, lambda o: abs(o.length_bias)),
-        by_update_size=_best_by_update_size(_own_ratio(workload, schedule), options, scan, run_metrics, allowed),
     )
 
 
@@ -232,16 +217,24 @@ def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tupl
     return tuple(kept)
 
 
-def reason_for_baseline(choice: Option, too_stale: Option | None, allowed: Allowed) -> str:
-    if too_stale is None:
-        return (
-            f"You do not need this: {choice.name} reaches {choice.run_of_limit:.2f} of the limit with on-policy, uncut "
-            f"responses; no allowed mode is more than {CLOSE:.0%} faster."
-        )
+def reason_for_baseline(choice: Option, too_stale: Option | None) -> str:
+    """Whether you need SortedRL is open if only your bound on staleness excludes a faster mode."""
+    if too_stale is not None:
+        within = f"Within your bounds no mode is more than {CLOSE:.0%} faster than {choice.name}"
+        return f"{within}, which reaches {choice.run_of_limit:.2f} of the limit."
     return (
-        f"Within your bounds no mode is more than {CLOSE:.0%} faster than {choice.name}, which reaches "
-        f"{choice.run_of_limit:.2f} of the limit. {too_stale.name} would reach {too_stale.run_of_limit:.2f} at token "
-        f"staleness {too_stale.staleness_mean:.2f} (max_staleness_mean = {allowed.staleness_mean:g})."
+        f"You do not need this: {choice.name} reaches {choice.run_of_limit:.2f} of the limit with on-policy, uncut "
+        f"responses; no allowed mode is more than {CLOSE:.0%} faster."
+    )
+
+
+def excluded_by_staleness(option: Option | None, allowed: Allowed) -> str:
+    """A sentence for `reason`, if a faster mode is too stale for the user's bound."""
+    if option is None:
+        return ""
+    return (
+        f" {option.name} would reach {option.run_of_limit:.2f} at token staleness {option.staleness_mean:.2f} "
+        f"(max_staleness_mean = {allowed.staleness_mean:g})."
     )
 
 
@@ -335,65 +328,3 @@ def _with_kv_cache_reuse(rows: Sequence[Case]) -> Case:
     uncapped = [row for row in rows if row.schedule.oversubscribe is None]
     elevator = [row for row in uncapped if row.schedule.mode == "partial+elevator"][-1]
     return Case(f"{elevator.name}, stale KV", replace(elevator.workload, reuse_kv_cache=True), elevator.schedule)
-
-
-def _update_size_scan(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[tuple[float, Case]]:
-    """A few modes at other update sizes, cohort size in proportion, on at least two cohorts."""
-    rows = []
-    seen = {_own_ratio(workload, schedule)}  # already covered by all options
-    modes = ["baseline+longest-first", "partial+lookahead", "partial+elevator"]
-    if allowed.staleness_mean is not None:
-        modes.append("on-policy+planned")
-    for wanted in UPDATE_SIZES:
-        size = max(1, round(wanted * workload.slots))
-        prompts = -(-size // schedule.rollouts_per_prompt) * allowed.cohort_updates
-        sized = replace(schedule, rollouts_per_update=size, prompts_per_cohort=prompts)
-        ratio = _own_ratio(workload, sized)  # with few slots or large groups, not the one that was wanted
-        if ratio in seen:
-            continue
-        seen.add(ratio)
-        scaled = replace(workload, prompts=max(workload.prompts, 2 * prompts))
-        for mode in modes:
-            if mode == "partial+lookahead" and ratio > MOST_FOR_LOOKAHEAD:
-                continue
-            rows.append((ratio, Case(f"U/Q {ratio:g} {mode}", scaled, with_mode(sized, mode))))
-    return rows
-
-
-def _own_ratio(workload: Workload, schedule: Schedule) -> float:
-    return schedule.rollouts_needed / workload.slots
-
-
-def _best_by_update_size(
-    own_ratio: float,
-    options: Sequence[Option],
-    scan: list[tuple[float, Case]],
-    run_metrics: dict[str, dict[str, Any]],
-    allowed: Allowed,
-) -> tuple[UpdateSize, ...]:
-    at_ratio: dict[float, list[Option]] = {own_ratio: list(options)}
-    for ratio, case in scan:
-        at_ratio.setdefault(ratio, []).append(option(case.name, case.schedule, run_metrics[case.name]))
-    return tuple(_best_of(ratio, found, allowed) for ratio, found in sorted(at_ratio.items()))
-
-
-def _best_of(ratio: float, options: Sequence[Option], allowed: Allowed) -> UpdateSize:
-    def fastest(some: Iterable[Option]) -> Option | None:
-        return max(some, key=lambda o: o.run_of_limit, default=None)
-
-    baseline = fastest(o for o in options if o.is_baseline)
-    assert baseline is not None
-    others = [o for o in options if not o.is_baseline]
-    fit = [o for o in others if is_allowed(o, allowed)]
-    best = choose(fit, allowed)[0] if fit else None
-    excluded = fastest(o for o in others if not is_allowed(o, allowed))
-    reached = baseline if best is None or baseline.run_of_limit > best.run_of_limit else best
-    if excluded is None or not is_faster(excluded, reached):
-        return UpdateSize(ratio, baseline, best, None)
-    return UpdateSize(ratio, baseline, best, excluded, why_excluded(excluded, allowed))
-
-
-def why_excluded(option: Option, allowed: Allowed) -> str:
-    if allowed.staleness_mean is not None and option.staleness_mean > allowed.staleness_mean:
-        return f"staleness {option.staleness_mean:.2f}, allowed {allowed.staleness_mean:g}"
-    return f"length bias {option.length_bias:+.1%}, allowed {allowed.length_bias:.1%}"

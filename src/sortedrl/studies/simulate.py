@@ -43,9 +43,6 @@ DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
 FILTER_ROUNDS = ("filter-rounds", "filter-rounds+refill")  # how others filter; without a filter the baseline
 
 
-IN_LOAD_ORDER = {"baseline+longest-first": "baseline", "partial+planned": "partial"}  # if no length is known
-
-
 class SimulateSettings(SimulatedSettings):
     """Compare schedules on one simulated workload: what would I gain on my lengths?"""
 
@@ -130,8 +127,7 @@ def compare(
 
     Its `goodput_error` is the relative standard error of tokens per second.
     """
-    first_with = {row.name: next(other.name for other in rows if _run_alike(row, other)) for row in rows}
-    jobs = [(row, seed, max_updates) for row in rows for seed in seeds if first_with[row.name] == row.name]
+    jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
     limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
     by_limit: dict[tuple[int, int], float] = {}
     results: dict[tuple[str, int], Simulated] = {}
@@ -145,28 +141,12 @@ def compare(
         on_progress(len(results) + len(by_limit), total)
     summaries = {}
     for row in rows:
-        runs = [_in_mode(row.schedule.mode, results[first_with[row.name], seed]) for seed in seeds]
+        runs = [results[row.name, seed] for seed in seeds]
         steady = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
         limits_of_seeds = [run.limit(bound) for run, bound in zip(runs, steady, strict=True)]
         summaries[row.name] = summary([run.run_metrics for run in runs], limits_of_seeds)
         summaries[row.name]["goodput_error"] = _goodput_error(row.schedule.mode, runs)
     return summaries
-
-
-def _run_alike(one: Case, other: Case) -> bool:
-    return one.workload == other.workload and _as_simulated(one) == _as_simulated(other)
-
-
-def _as_simulated(case: Case) -> Schedule:
-    """The schedule, or a simpler one with the same run. A mode that sorts new rollouts by expected length starts them
-    in load order as long as no length is known: each prompt is sampled once, and no rollout comes back without its
-    tokens (lost by the engine, not scored in time) or while others wait (overlap)."""
-    workload, schedule = case.workload, case.schedule
-    is_first_epoch = workload.expectation == "cold" and workload.epochs == schedule.rollouts_per_prompt == 1
-    comes_back = workload.kv_tokens is not None or workload.score_seconds > 0 or schedule.overlap
-    if comes_back or not is_first_epoch:
-        return schedule
-    return replace(schedule, mode=IN_LOAD_ORDER.get(schedule.mode, schedule.mode))
 
 
 class Simulated(NamedTuple):
@@ -177,10 +157,6 @@ class Simulated(NamedTuple):
     def limit(self, steady: float) -> float:
         """The workload's limit in steady state, or the run's own if it is faster than that."""
         return steady if self.run_metrics.goodput <= steady else self.own_limit
-
-
-def _in_mode(mode: str, run: Simulated) -> Simulated:
-    return run._replace(run_metrics=replace(run.run_metrics, mode=mode))
 
 
 class _Rates:

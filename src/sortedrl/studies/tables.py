@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sortedrl.observe.metrics import BUBBLE_PARTS
-from sortedrl.studies.plan import Option, Plan, UpdateSize, is_faster, takes_other_time
+from sortedrl.studies.plan import Option, Plan, takes_other_time
 
 WIDEST = 250  # columns of a table
 _HISTOGRAM_LEVELS = " ▁▂▃▄▅▆▇█"
@@ -89,13 +89,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     speed = "Speed of the whole run" if any(map(takes_other_time, plan.options)) else "Goodput"
     frontier = _options_table(f"{speed} vs. token staleness (Pareto frontier)", plan.staleness_frontier)
     bias = _options_table(f"{speed} vs. length bias (Pareto frontier)", plan.bias_frontier)
-    rows = []
-    for row in plan.by_update_size:
-        best = "none" if row.best is None else f"{row.best.schedule.mode} {row.best.run_of_limit:.2f}"
-        rows.append((f"{row.ratio:.3g}", f"{row.baseline.run_of_limit:.2f}", best, _gain_at(row)))
-    title = "By update size (U) over slots (Q), with cohort size in proportion"
-    sizes = table(title, ("U/Q", "best baseline", "best other allowed mode", "gain"), rows)
-    return [Text(plan.reason, "bold"), "", frontier, "", bias, "", sizes]
+    return [Text(plan.reason, "bold"), "", frontier, "", bias]
 
 
 def show(console: Console, parts: Sequence[RenderableType]) -> None:
@@ -134,18 +128,6 @@ def _prediction(f: Metrics) -> str:
         return ""
     p = f["predicted"]
     return f"{p['goodput'] / f['goodput'] - 1:+.1%}, {100 * (p['bubble'] - f['bubble']):+.1f} points"
-
-
-def _gain_at(row: UpdateSize) -> str:
-    """The gain, and the faster mode that the bounds exclude, if any."""
-
-    def times(option: Option) -> str:
-        return f"{option.run_of_limit / row.baseline.run_of_limit if row.baseline.run_of_limit else 0.0:.2f}x"
-
-    text = times(row.best or row.baseline)
-    if row.excluded is not None:
-        return f"{text}; {row.excluded.schedule.mode} would give {times(row.excluded)} ({row.excluded_because})"
-    return text if row.best is not None and is_faster(row.best, row.baseline) else f"{text}: you do not need this"
 
 
 def _options_table(title: str, options: Sequence[Option]) -> Table:
