@@ -21,7 +21,7 @@ from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast
+from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, Receiver, WeightBroadcast
 
 
 class StoreCommunicator:
@@ -44,13 +44,11 @@ class Worker:
         self.engine.device = torch.device("cpu")
         self.engine.model = SimpleNamespace(load_weights=lambda pairs: self.loaded.update(pairs))
 
-    async def init(self, info: dict[str, Any]) -> None:
-        read = self.engine.init_info_cls(**info)
-        await asyncio.to_thread(self.engine.init_transfer_engine, read)
-
-    async def receive(self, info: dict[str, Any]) -> None:
-        read = self.engine.update_info_cls(**info)
-        await asyncio.to_thread(self.engine.receive_weights, read)
+    async def transfer(self, path: str, **body: Any) -> None:
+        if path == "/init_weight_transfer_engine":
+            await asyncio.to_thread(self.engine.init_transfer_engine, self.engine.init_info_cls(**body["init_info"]))
+        if path == "/update_weights":
+            await asyncio.to_thread(self.engine.receive_weights, self.engine.update_info_cls(**body["update_info"]))
 
 
 @pytest.fixture(autouse=True)
@@ -61,21 +59,23 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(synchronize=lambda: None))
 
 
-def test_a_worker_of_vllm_receives_every_weight() -> None:
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_workers_of_all_servers_receive_every_weight(servers: int) -> None:
     weights = {
         "model.embed_tokens.weight": torch.randn(7, 4).to(torch.bfloat16),
         "model.layers.0.mlp.up_proj.weight": torch.randn(4, 6).T,  # not contiguous
         "lm_head.weight": torch.randn(7, 4),
     }
-    worker, group = Worker(), BroadcastGroup(workers=1)
+    workers = [Worker() for _ in range(servers)]
+    group, receivers = BroadcastGroup(), [Receiver(1, worker.transfer) for worker in workers]
 
-    async def update(source: WeightBroadcast) -> None:
-        await group.open(source.device, worker.init)
-        await group.send(source, worker.receive)
+    async def update(sent: dict[str, Tensor]) -> None:
+        source = WeightBroadcast(sent, group, servers)
+        await asyncio.gather(*(source.send_to(receiver) for receiver in receivers))
 
-    asyncio.run(update(WeightBroadcast(weights)))
-    assert list(worker.loaded) == list(weights)
-    assert all(torch.equal(worker.loaded[name], weight) for name, weight in weights.items())
     changed = {name: weight + 1 for name, weight in weights.items()}
-    asyncio.run(update(WeightBroadcast(changed)))
-    assert all(torch.equal(worker.loaded[name], weight) for name, weight in changed.items())
+    for sent in (weights, changed):
+        asyncio.run(update(sent))
+        for worker in workers:
+            assert list(worker.loaded) == list(sent)
+            assert all(torch.equal(worker.loaded[name], weight) for name, weight in sent.items())

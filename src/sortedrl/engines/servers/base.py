@@ -31,7 +31,7 @@ from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, said
 from sortedrl.engines.servers.streams import ServerStreams
-from sortedrl.engines.servers.weight_broadcast import WeightBroadcast
+from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
 from sortedrl.engines.stop_strings import StopWatches
@@ -92,6 +92,7 @@ class HttpEngine(ServerStreams, EngineBase):
             unavailable_seconds=unavailable_seconds,
         )
         self._seeded = seeded
+        self._broadcast_group = BroadcastGroup()
         self._has_hinted = False  # at a faster weight transfer
         try:
             self._result_of(self._open())
@@ -164,15 +165,15 @@ class HttpEngine(ServerStreams, EngineBase):
             self._outbox.inside -= set(ids)
             return self._outbox.take()
 
-    def update_weights(self, weights: Weights | Path | None, version: int) -> None:
+    def update_weights(self, weights: Weights | Path | WeightBroadcast | None, version: int) -> None:
         """Send the weights under their Hugging Face names. If the update fails, the engine is dead.
 
         A path is a folder with `model.safetensors`. None: only the version has changed; the KV cache is cleared anyway,
-        so that a benchmark pays for resumes as a run does.
+        so that a benchmark pays for resumes as a run does. A pool may pass a broadcast to all of its servers.
         """
         self._raise_if_dead()
         require_empty(len(self._outbox.inside), version)
-        if weights is None or isinstance(weights, Path):
+        if weights is None or isinstance(weights, Path | WeightBroadcast):
             self._update_from(weights, version)
         else:
             self._send(dict(with_output_layer(weights)), version)
@@ -186,7 +187,7 @@ class HttpEngine(ServerStreams, EngineBase):
                 self._update_from(handles, version)
             return
         if is_on_gpu and self.takes_broadcasts:
-            self._update_from(WeightBroadcast(weights), version)
+            self._update_from(WeightBroadcast(weights, self._broadcast_group, servers=1), version)
             return
         if is_on_gpu and self.how_to_take_handles and not self._has_hinted:
             self._has_hinted = True
@@ -203,6 +204,7 @@ class HttpEngine(ServerStreams, EngineBase):
             if isinstance(source, WeightHandles):
                 fix += f" on the learner's GPU ({source.gpu}), or without the IPC backend"
             if isinstance(source, WeightBroadcast):
+                self._loop.call_soon_threadsafe(source.leave)
                 fix += " on other GPUs of this machine, or without the NCCL backend"
             self._die(f"the weight update to version {version} did not complete ({said(error)}); {fix}")
             raise EngineDied(f"{self.url}: {self._outbox.death}") from None  # the error may repeat a secret
@@ -355,18 +357,23 @@ class HttpEngine(ServerStreams, EngineBase):
 
 
 class ServerPool(Pool):
-    """A pool of servers that share one `weights_folder`: weights are written once for all of them.
-
-    No handles: a pool's servers have a GPU each.
+    """A pool of servers that share one `weights_folder`: weights are written once for all of them, or broadcast once if
+    all can take that. No handles: a pool's servers have a GPU each.
     """
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
         super().__init__(engines)
         self._weight_files = engines[0].weight_files
+        self._broadcast_group = BroadcastGroup()
 
     def update_weights(self, weights: Weights | Path | None, version: int) -> None:
         if weights is None or isinstance(weights, Path):
             super().update_weights(weights, version)
             return
-        with self._weight_files.written(weights, version) as folder:
+        named = dict(with_output_layer(weights))
+        engines = [member.engine for member in self._present()]
+        if are_on_one_gpu(named) and all(isinstance(e, HttpEngine) and e.takes_broadcasts for e in engines):
+            super().update_weights(WeightBroadcast(named, self._broadcast_group, servers=len(engines)), version)
+            return
+        with self._weight_files.written(named, version) as folder:
             super().update_weights(folder, version)

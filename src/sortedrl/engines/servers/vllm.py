@@ -44,7 +44,7 @@ from sortedrl.engines.servers.messages import (
     parsed,
 )
 from sortedrl.engines.servers.requests import Sent
-from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast, can_broadcast
+from sortedrl.engines.servers.weight_broadcast import Receiver, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
 from sortedrl.engines.speculative import refused_drafts_of_server
 
@@ -98,7 +98,7 @@ class VllmServerEngine(HttpEngine):
     start_command = _START
     _can_abort = True  # until a request shows otherwise
     _counts_tokens: bool | None = None  # in its events; known with the first one
-    _group: BroadcastGroup  # new whenever the server is checked: its process may be another one
+    _receiver: Receiver  # new whenever the server is checked: its process may be another one
 
     async def check_server(self) -> None:
         one_token = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "detokenize": False}}
@@ -128,7 +128,7 @@ class VllmServerEngine(HttpEngine):
         self.takes_broadcasts = transfer.get("backend") == "nccl" and can_broadcast()
         parallel = info["vllm_config"].get("parallel_config") or {}
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        self._group = BroadcastGroup(workers=math.prod(int(parallel.get(size) or 1) for size in sizes))
+        self._receiver = Receiver(math.prod(int(parallel.get(size) or 1) for size in sizes), self._transfer)
 
     async def count_running(self) -> int | None:
         counts = await self._metric(_RUNNING)
@@ -220,7 +220,7 @@ class VllmServerEngine(HttpEngine):
         if isinstance(source, WeightHandles):
             await self._take_handles(source)
         elif isinstance(source, WeightBroadcast):
-            await self._take_broadcast(source)
+            await source.send_to(self._receiver)
         elif source is not None:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
             await self.call("POST", "/collective_rpc", body=reload, seconds=WEIGHT_UPDATE_SECONDS)
@@ -237,15 +237,6 @@ class VllmServerEngine(HttpEngine):
         await self._transfer("/init_weight_transfer_engine", init_info={})
         await self._transfer("/start_weight_update")
         await self._transfer("/update_weights", update_info=weights.for_vllm())
-        await self._transfer("/finish_weight_update")
-
-    async def _take_broadcast(self, weights: WeightBroadcast) -> None:
-        """The same round with NCCL. The server's workers wait for the broadcast in `/update_weights`."""
-        await self._group.open(
-            weights.device, lambda info: self._transfer("/init_weight_transfer_engine", init_info=info)
-        )
-        await self._transfer("/start_weight_update")
-        await self._group.send(weights, lambda info: self._transfer("/update_weights", update_info=info))
         await self._transfer("/finish_weight_update")
 
     async def _transfer(self, path: str, **body: Any) -> None:

@@ -1,10 +1,11 @@
-"""Sends weights to a vLLM server on other GPUs of this machine by NCCL: the learner is rank 0, the workers follow.
+"""Sends weights to vLLM servers on other GPUs of this machine by NCCL, in one group: the learner is rank 0, and the
+workers of all servers follow.
 
 Only vLLM's own classes make the group and broadcast, so the learner's process needs vLLM as well. A broadcast ends only
-when all ranks take part in it. So each call of the server and our part of it run at the same time, and an error of the
-call ends both: the thread that is still in NCCL is left behind.
+when all ranks take part in it. So the servers of a pool wait for each other, their calls and our part run at the same
+time, and an error of any of them ends all: the thread that is still in NCCL is left behind.
 
-Not run on GPUs yet. The tests run vLLM's own rendezvous and its workers' code without NCCL.
+Never run on two GPUs. The tests run vLLM's own rendezvous and its workers' code without NCCL.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, TypeVar
 
 HOST = "127.0.0.1"
 OWN_PART_SECONDS = 60.0
+ARRIVAL_SECONDS = 180.0  # for all servers: longer than a busy one is tried again
 Result = TypeVar("Result")
 
 
@@ -27,11 +31,49 @@ def can_broadcast() -> bool:
     return find_spec("vllm") is not None
 
 
-@dataclass(frozen=True)
-class WeightBroadcast:
-    """Weights that are on one GPU, under their Hugging Face names."""
+@dataclass(frozen=True, eq=False)
+class Receiver:
+    """A server's process with so many workers. `transfer` calls a route of its weight transfer."""
 
-    weights: Mapping[str, Any]
+    workers: int
+    transfer: Callable[..., Awaitable[Any]]
+
+
+class BroadcastGroup:
+    """The learner and the receivers of the last broadcast. It lasts as long as these are the same processes."""
+
+    def __init__(self) -> None:
+        self._receivers: set[Receiver] = set()
+        self._communicator: Any = None
+
+    async def communicator(self, receivers: set[Receiver], device: Any) -> Any:
+        if receivers != self._receivers:
+            with socket.socket() as free:
+                free.bind((HOST, 0))
+                port = int(free.getsockname()[1])
+            *offsets, size = accumulate((receiver.workers for receiver in receivers), initial=1)
+            about = {"master_address": HOST, "master_port": port, "world_size": size}
+            calls = [
+                receiver.transfer("/init_weight_transfer_engine", init_info={**about, "rank_offset": offset})
+                for receiver, offset in zip(receivers, offsets, strict=True)
+            ]
+            self._receivers = set()
+            self._communicator = await _both(calls, lambda: _communicator(port, size, device))
+            self._receivers = set(receivers)
+        return self._communicator
+
+
+class WeightBroadcast:
+    """One broadcast of weights that are on one GPU, under their Hugging Face names, to so many servers."""
+
+    def __init__(self, weights: Mapping[str, Any], group: BroadcastGroup, servers: int) -> None:
+        self.weights = weights
+        self.device = next(iter(weights.values())).device
+        self._group = group
+        self._servers = servers
+        self._receivers: set[Receiver] = set()
+        self._are_all_here = asyncio.Event()
+        self._work: asyncio.Future[None] | None = None
 
     def update_info(self) -> dict[str, Any]:
         """What vLLM's workers expect, in this order."""
@@ -41,33 +83,36 @@ class WeightBroadcast:
             "shapes": [list(tensor.shape) for tensor in self.weights.values()],
         }
 
-    @property
-    def device(self) -> Any:
-        return next(iter(self.weights.values())).device
+    async def send_to(self, receiver: Receiver) -> None:
+        """Wait for all servers, then send the weights to those that came. In the event loop, as `leave`."""
+        if self._work is None:
+            self._receivers.add(receiver)
+            self._note_arrivals()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._are_all_here.wait(), ARRIVAL_SECONDS)
+        if self._work is None:
+            self._work = asyncio.ensure_future(self._send())
+        if receiver not in self._receivers:
+            raise TimeoutError("the other servers did not wait for it any longer")
+        await asyncio.shield(self._work)
 
+    def leave(self) -> None:
+        """A server failed. The others go on without it if it was not waiting for them yet."""
+        self._servers -= 1
+        self._note_arrivals()
 
-class BroadcastGroup:
-    """The learner and the `workers` of one server. It lasts as long as the server's process."""
+    def _note_arrivals(self) -> None:
+        if len(self._receivers) >= self._servers:
+            self._are_all_here.set()
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._communicator: Any = None
-
-    async def open(self, device: Any, init: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
-        """Join the group; `init` makes the server's workers join it."""
-        if self._communicator is not None:
-            return
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = int(free.getsockname()[1])
-        size = 1 + self._workers
-        info = {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": size}
-        self._communicator = await _both(init(info), lambda: _communicator(port, size, device))
-
-    async def send(self, source: WeightBroadcast, receive: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
-        """Broadcast every weight; `receive` makes the server's workers take part."""
-        communicator = self._communicator
-        await _both(receive(source.update_info()), lambda: _broadcast(communicator, source))
+    async def _send(self) -> None:
+        receivers = self._receivers
+        communicator = await self._group.communicator(receivers, self.device)
+        await asyncio.gather(*(receiver.transfer("/start_weight_update") for receiver in receivers))
+        info = self.update_info()
+        calls = [receiver.transfer("/update_weights", update_info=info) for receiver in receivers]
+        await _both(calls, lambda: _broadcast(communicator, self))
+        await asyncio.gather(*(receiver.transfer("/finish_weight_update") for receiver in receivers))
 
 
 def _communicator(port: int, size: int, device: Any) -> Any:
@@ -88,8 +133,8 @@ def _broadcast(communicator: Any, source: WeightBroadcast) -> None:
         stream.synchronize()
 
 
-async def _both(call: Awaitable[Any], work: Callable[[], Result]) -> Result:
-    """The result of `work`, which runs in a thread while the server handles `call`. An error of either one ends it."""
+async def _both(calls: Sequence[Awaitable[Any]], work: Callable[[], Result]) -> Result:
+    """The result of `work`, which runs in a thread while servers handle the calls. An error of any one ends all."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -100,17 +145,18 @@ async def _both(call: Awaitable[Any], work: Callable[[], Result]) -> Result:
 
     outcome.set_running_or_notify_cancel()  # from now on it cannot be canceled: NCCL does not end
     threading.Thread(target=run, name="weight broadcast", daemon=True).start()
-    done, answer = asyncio.wrap_future(outcome), asyncio.ensure_future(call)
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    done, answer = asyncio.wrap_future(outcome), asyncio.gather(*tasks)
     try:
         await asyncio.wait((answer, done), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             done.result()
             await answer
         answer.result()
-        # The server has done its part, so ours cannot take long. A rank that is gone would hang us.
+        # The servers have done their part, so ours cannot take long. A rank that is gone would hang us.
         return await asyncio.wait_for(done, OWN_PART_SECONDS)
     except TimeoutError:
-        raise TimeoutError(f"the learner's part did not end within {OWN_PART_SECONDS:g} s after the server's") from None
+        raise TimeoutError(f"the learner's part did not end within {OWN_PART_SECONDS:g} s after the servers'") from None
     finally:
-        answer.cancel()
-        done.cancel()
+        for pending in (*tasks, done):
+            pending.cancel()
