@@ -427,12 +427,6 @@ def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path
     assert server.calls == [], "the server was not touched"
 
 
-def test_weights_leave_nothing_behind(tmp_path: Path) -> None:
-    engine = engine_at(stand_in(), weights_folder=tmp_path)
-    engine.update_weights(llama().state_dict(), 1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_new_version_without_new_weights_empties_the_cache_all_the_same() -> None:
     """Measurements load nothing, and must pay for every resume as a run does."""
     server = stand_in()

@@ -357,13 +357,6 @@ def test_a_request_that_fails_on_every_member_fails_and_no_member_is_to_blame() 
 # Weights
 
 
-def test_all_members_get_the_weights() -> None:
-    members = paced(1, 2)
-    pool = pool_of(members)
-    pool.update_weights({"w": 1.0}, 4)
-    assert [list(member.loaded) for member in members] == [[({"w": 1.0}, 4)]] * 2
-
-
 class Sleeper(PacedEngine, EngineBase):
     """Notes the kind of sleep that it was sent to."""
 
@@ -544,81 +537,14 @@ def test_what_must_hold_whatever_member_is_lost_and_when(drawn: tuple[Scenario, 
         run.pool.close()
 
 
-# Weights in buckets
-
-
-class Reader(PacedEngine):
-    """Reads `most` weights of an update, then stops or raises."""
-
-    def __init__(self, most: float = float("inf"), error: Exception | None = None) -> None:
-        super().__init__(slots=1, step_seconds=0.001)
-        self.read: list[str] = []
-        self._most = most
-        self._error = error
-
-    def update_weights(self, weights: Any, version: int) -> None:
-        for name, _ in weights:
-            if len(self.read) >= self._most:
-                break
-            self.read.append(name)
-            time.sleep(0.0005)
-        if self._error is not None:
-            raise self._error
-
-
-class Weight:
-    """Counts the instances that exist."""
-
-    nbytes = 1
-    alive = 0
-    most_alive = 0
-
-    def __init__(self) -> None:
-        Weight.alive += 1
-        Weight.most_alive = max(Weight.most_alive, Weight.alive)
-
-    def __del__(self) -> None:
-        Weight.alive -= 1
-
-
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sortedrl.engines.weight_buckets.BUCKET_BYTES", 5)
-    Weight.alive = Weight.most_alive = 0
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_an_iterator_of_weights_reaches_every_member_and_is_never_held_as_a_whole() -> None:
-    readers = [Reader(), Reader(), Reader()]
-    threads = set()
+def test_an_iterator_of_weights_is_read_once_by_the_caller_and_reaches_every_member() -> None:
+    members = [PacedEngine(slots=1, step_seconds=0.001) for _ in range(3)]
+    threads = []
 
     def weights() -> Any:
-        for place in range(103):
-            threads.add(threading.current_thread())
-            yield f"w{place}", Weight()
+        threads.append(threading.current_thread())
+        yield "w", 1.0
 
-    pool_of(readers).update_weights(weights(), 1)
-    assert all(reader.read == [f"w{place}" for place in range(103)] for reader in readers)
-    assert threads == {threading.current_thread()}  # a gather of shards is a collective
-    assert Weight.most_alive <= 16  # two buckets, and what is in a reader's hands
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_members_that_stop_or_fail_halfway_hold_nobody_up() -> None:
-    readers = [Reader(most=3), Reader(most=7, error=RuntimeError("out of memory")), Reader()]
-    source = iter([(f"w{place}", 0) for place in range(60)])
-    pool = pool_of(readers)
-    pool.update_weights(source, 1)
-    assert [len(reader.read) for reader in readers] == [3, 7, 60]
-    assert next(source, None) is None
-    assert list(pool.lost) == [1] and "out of memory" in pool.lost[1]
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_weights_that_cannot_be_read_end_the_update_with_their_own_error() -> None:
-    def weights() -> Any:
-        yield from ((f"w{place}", Weight()) for place in range(12))
-        raise KeyError("shard 3")
-
-    with pytest.raises(KeyError, match="shard 3"):
-        pool_of([Reader(), Reader()]).update_weights(weights(), 1)
+    pool_of(members).update_weights(weights(), 1)
+    assert [member.loaded for member in members] == [[({"w": 1.0}, 1)]] * 3
+    assert threads == [threading.current_thread()]

@@ -82,27 +82,6 @@ def test_our_own_part_has_a_deadline_once_the_server_is_done(monkeypatch: pytest
     in_nccl.set()
 
 
-def test_one_error_of_a_server_ends_the_calls_of_the_others() -> None:
-    ended = []
-
-    async def refused() -> None:
-        raise ValueError("no such weight")
-
-    async def hangs() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(True)
-
-    async def both() -> None:
-        with pytest.raises(ValueError, match="no such weight"):
-            await _both([hangs(), refused()], lambda: None)
-        await asyncio.sleep(0)
-
-    asyncio.run(both())
-    assert ended == [True]
-
-
 class Server:
     """Notes what it is told. It `fails` at this route."""
 

@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,6 @@ from sortedrl.core.wording import counted
 from sortedrl.engines.pool_members import Call, Entry, Member
 from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new
 from sortedrl.engines.routing import route
-from sortedrl.engines.weight_buckets import WeightBuckets
 
 _SLICE_SECONDS = 0.1  # how often one that delivers its changes is asked whether it is available
 _CLOSE_SECONDS = 5.0
@@ -140,25 +139,20 @@ class Pool(EngineBase):
     def update_weights(self, weights: Any, version: int) -> None:
         """Update the weights of all members in parallel. A member whose update fails is lost.
 
-        An iterator is read once, in this thread and to its end, and goes to all members in buckets.
+        An iterator is read in this thread and to its end: gathering sharded weights is a collective.
         """
+        if isinstance(weights, Iterator):
+            weights = dict(weights)
         with self._lock:
             require_empty(len(self._entries), version)
             self._version, self._was_updated = version, True
             for member in self._members:
                 member.has_weights = True
-            present = self._present()
-            buckets = WeightBuckets(weights, len(present)) if isinstance(weights, Iterator) else None
 
-            def update(place: int, engine: EngineBase) -> None:
-                with nullcontext(weights) if buckets is None else buckets.reader(place) as its_weights:
-                    engine.update_weights(its_weights, version)
+            def update(engine: EngineBase) -> None:
+                engine.update_weights(weights, version)
 
-            calls = [self._call(m, partial(update, i), loses_on_any_error=True) for i, m in enumerate(present)]
-        if buckets is not None:
-            buckets.send(lambda place: calls[place].done)
-        with self._lock:
-            self._wait_for(calls)
+            self._wait_for([self._call(member, update, loses_on_any_error=True) for member in self._present()])
             self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
 
     def sleep(self) -> None:
