@@ -157,10 +157,6 @@ class PlainConsole:
         self.state = RunState(metrics, name, updates_in_all)
         return self.state
 
-    def resumed(self, updates: int) -> None:
-        """The run was resumed after this many updates; their lines follow."""
-        self.state.resumed(updates)
-
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
         """A line of metrics.jsonl; `old`: it existed before watching started, so it is not printed."""
         now = time.monotonic() if seen_at is None else seen_at

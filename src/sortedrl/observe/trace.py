@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
@@ -42,13 +42,6 @@ COUNTERS = ("running", "waiting", "resumable", "environment", "ready")
 Json = dict[str, Any]
 
 
-class _Span(NamedTuple):
-    """Nanoseconds since the run started."""
-
-    start: int
-    end: int
-
-
 def trace_events(log: Iterable[Event]) -> list[Json]:
     """Names of processes and tracks first, then everything in time order."""
     kept = without_rolled_back(log)
@@ -66,9 +59,9 @@ def write_trace(log: Iterable[Event], file: TextIO) -> None:
 class _Trace:
     def __init__(self, log: list[Event]) -> None:
         self._log = log
-        self._outline = [*(event for event in log[:-1] if isinstance(event, _OUTLINE)), log[-1]]
+        self._outline = [event for event in log if isinstance(event, _OUTLINE)]
         self._slices = slices(log)
-        self._updates = self._learner_spans()
+        self._update_starts: dict[int, int] = {}  # of learner slices
 
     def events(self) -> list[Json]:
         timed = [
@@ -87,10 +80,8 @@ class _Trace:
         return [*self._names(), *timed]
 
     def _time(self, at: float) -> int:
+        """Nanoseconds since the run started."""
         return round((at - self._log[0].at) * 1e9)
-
-    def _span(self, start: float, end: float) -> _Span:
-        return _Span(self._time(start), self._time(end))
 
     def _names(self) -> Iterator[Json]:
         counts = slot_counts(self._outline)
@@ -108,10 +99,10 @@ class _Trace:
 
     def _slot_slices(self) -> Iterator[Json]:
         for stay in self._slices:
-            span, name = self._span(stay.start, stay.end), f"{stay.outcome} #{stay.rollout}"
             facts = {key: getattr(stay, key) for key in ("rollout", "attempt", "version", "harvest")}
             facts |= {"tokens": stay.made, "update": None if stay.update is None else stay.update + 1}
-            found = _slice(SLOTS, FIRST_SLOT + stay.slot, span, name, stay.outcome, facts)
+            where = SLOTS, FIRST_SLOT + stay.slot, self._time(stay.start), self._time(stay.end)
+            found = _slice(*where, f"{stay.outcome} #{stay.rollout}", stay.outcome, facts)
             yield found | {"cname": COLORS[stay.outcome]}
 
     def _environment_slices(self) -> Iterator[Json]:
@@ -132,49 +123,35 @@ class _Trace:
 
     def _phase_slices(self) -> Iterator[Json]:
         marks = [event for event in self._outline if isinstance(event, events.Phase)]
-        ends = [*(mark.at for mark in marks[1:]), self._log[-1].at]
-        for mark, end in zip(marks, ends, strict=bool(marks)):
-            span = self._span(mark.at, end)
-            if span.end > span.start:
-                yield _slice(RUN, PHASES, span, mark.phase, "phase")
-
-    def _learner_spans(self) -> dict[int, _Span]:
-        """By update: from its batch to the publication of its weights or, without one, to the next batch or phase."""
-        found: list[tuple[int, _Span]] = []
-        end = self._log[-1].at
-        for event in reversed(self._outline):
-            if isinstance(event, events.Updated):
-                found.append((event.update, self._span(event.at, end)))
-            is_phase = isinstance(event, events.Phase) and event.phase != "learner"
-            if is_phase or isinstance(event, events.Updated | events.Published):
-                end = event.at
-        spans: dict[int, _Span] = {}
-        free_from = 0
-        for update, span in reversed(found):
-            start = max(span.start, free_from)
-            free_from = max(span.end, start + 1)
-            spans[update] = _Span(start, free_from)
-        return spans
+        for mark, following in zip_longest(marks, marks[1:], fillvalue=self._log[-1]):
+            start, end = self._time(mark.at), self._time(following.at)
+            if end > start and isinstance(mark, events.Phase):
+                yield _slice(RUN, PHASES, start, end, mark.phase, "phase")
 
     def _learner_slices(self) -> Iterator[Json]:
-        """Updates, the learner's work during harvests, which starts after the update before it has ended, and versions
-        of the weights."""
+        """Updates, from the batch to the publication of its weights or, without one, to the next batch or phase; the
+        learner's work during harvests, which starts after the update before it has ended; versions of the weights."""
+        batch: events.Updated | None = None
         free_from = 0
-        for event in self._outline:
+        for event in [*self._outline, events.Phase(self._log[-1].at, "end")]:
+            at = self._time(event.at)
+            is_other_phase = isinstance(event, events.Phase) and event.phase != "learner"
+            if batch is not None and (is_other_phase or isinstance(event, events.Updated | events.Published)):
+                start = self._update_starts[batch.update] = max(self._time(batch.at), free_from)
+                free_from = max(at, start + 1)
+                facts = {"rollouts": len(batch.rollouts), "tokens": sum(batch.lengths), "version": batch.version}
+                yield _slice(RUN, LEARNER, start, free_from, f"update {batch.update + 1}", "update", facts)
+                batch = None
             if isinstance(event, events.Updated):
-                span = self._updates[event.update]
-                free_from = span.end
-                facts = {"rollouts": len(event.rollouts), "tokens": sum(event.lengths), "version": event.version}
-                yield _slice(RUN, LEARNER, span, f"update {event.update + 1}", "update", facts)
-            elif isinstance(event, events.Streamed):
-                start = max(free_from, self._time(event.at - event.seconds))
-                span = _Span(start, max(start, self._time(event.at)))
-                free_from = span.end
-                if span.end > span.start:
+                batch = event
+            elif isinstance(event, events.Streamed) and batch is None:
+                start, free_from = max(free_from, self._time(event.at - event.seconds)), max(free_from, at)
+                if free_from > start:
                     facts = {"rollouts": len(event.rollouts)}
-                    yield _slice(RUN, LEARNER, span, f"streamed to update {event.update + 1}", "streamed", facts)
+                    name = f"streamed to update {event.update + 1}"
+                    yield _slice(RUN, LEARNER, start, free_from, name, "streamed", facts)
             elif isinstance(event, events.Published):
-                where = {"pid": RUN, "tid": VERSIONS, "ts": self._time(event.at)}
+                where = {"pid": RUN, "tid": VERSIONS, "ts": at}
                 yield {"ph": "i", "s": "t", **where, "name": f"version {event.version}", "cat": "version"}
 
     def _counters(self) -> Iterator[Json]:
@@ -193,17 +170,15 @@ class _Trace:
 
     def _arrows(self) -> Iterator[Json]:
         """One flow per trained rollout: through its slices, to its update. Empty slices cannot hold an arrow."""
-        path_of: dict[int, list[tuple[int, _Span]]] = {}
         update_of: dict[int, int] = {}
         for stay in self._slices:
-            span = self._span(stay.start, stay.end)
-            if stay.update is not None and span.end > span.start:
-                path_of.setdefault(stay.rollout, []).append((FIRST_SLOT + stay.slot, span))
+            end = self._time(stay.end)
+            if stay.update is not None and end > self._time(stay.start):
+                step = "t" if stay.rollout in update_of else "s"
+                yield _arrow(step, stay.rollout, SLOTS, FIRST_SLOT + stay.slot, end - 1)
                 update_of[stay.rollout] = stay.update
-        for rollout, path in path_of.items():
-            for place, (track, span) in enumerate(path):
-                yield _arrow("t" if place else "s", rollout, SLOTS, track, span.end - 1)
-            yield _arrow("f", rollout, RUN, LEARNER, self._updates[update_of[rollout]].start) | {"bp": "e"}
+        for rollout, update in update_of.items():
+            yield _arrow("f", rollout, RUN, LEARNER, self._update_starts[update]) | {"bp": "e"}
 
 
 def _named(kind: str, where: Json, name: str, place: int) -> Iterator[Json]:
@@ -211,8 +186,8 @@ def _named(kind: str, where: Json, name: str, place: int) -> Iterator[Json]:
     yield {"ph": "M", **where, "name": f"{kind}_sort_index", "args": {"sort_index": place}}
 
 
-def _slice(process: int, track: int, span: _Span, name: str, kind: str, facts: Json | None = None) -> Json:
-    where = {"pid": process, "tid": track, "ts": span.start, "dur": span.end - span.start}
+def _slice(process: int, track: int, start: int, end: int, name: str, kind: str, facts: Json | None = None) -> Json:
+    where = {"pid": process, "tid": track, "ts": start, "dur": end - start}
     return {"ph": "X", **where, "name": name, "cat": kind} | ({} if facts is None else {"args": facts})
 
 

@@ -194,7 +194,7 @@ class Follower:
         if resumed > began:
             self._phases = ["start"]
             self._void_time = VoidTime.between(counted, log[resumed])
-            self._console.resumed(sum(isinstance(event, Updated) for event in counted))
+            self._console.state.resumed(sum(isinstance(event, Updated) for event in counted))
         self._feed(log[max(began, resumed + 1) :])
 
     def _feed(self, log: Sequence[Event]) -> None:

@@ -82,7 +82,7 @@ class RunRecord:
         """Go back to a checkpoint after `updates` updates, `seconds` after the start: later lines are dropped."""
         for name in ("metrics.jsonl", "rollouts.jsonl"):
             self._folder.drop_lines_after(name, updates, self._console.log)
-        self._console.resumed(updates)
+        self._console.state.resumed(updates)
         for line in filter(is_metrics_line, self._folder.lines("metrics.jsonl")):
             self._console.line(line, old=True)
         self._seconds_before = seconds

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
@@ -213,7 +214,7 @@ class Outline:
 
 
 def _point(event: Updated, updates: int, rollouts: int, seconds: float) -> UpdatePoint:
-    lengths = sorted(event.lengths)
+    twentieths = quantiles(event.lengths, n=20, method="inclusive") if len(event.lengths) > 1 else event.lengths * 19
     segments = [segment for of_rollout in event.segments for segment in of_rollout if segment[0] != ENVIRONMENT]
     ages = sum(tokens * (event.version - version) for version, tokens in segments)
     return UpdatePoint(
@@ -221,17 +222,9 @@ def _point(event: Updated, updates: int, rollouts: int, seconds: float) -> Updat
         rollouts=rollouts,
         seconds=seconds,
         reward=math.fsum(event.rewards) / len(event.rewards),
-        length_quantiles=tuple(quantile(lengths, share) for share in QUANTILES),
+        length_quantiles=tuple(twentieths[round(20 * share) - 1] for share in QUANTILES),
         staleness=ages / max(1, sum(tokens for _, tokens in segments)),
     )
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Quantile of sorted values, linearly interpolated."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def slot_time(run_metrics: RunMetrics, slices: Iterable[Slice]) -> dict[str, float]:
