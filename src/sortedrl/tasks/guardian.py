@@ -24,12 +24,16 @@ class _Stopped(BaseException):
     """By SIGTERM, or because the process that started it is gone."""
 
 
-def guard(parent: int) -> None:
-    """Return in a new process, which the calling one guards until `parent`, which started it, is gone."""
+def guard(parent: int, grace_seconds: int = 0) -> None:
+    """Return in a new process, which the calling one guards until `parent`, which started it, is gone. `grace_seconds`:
+    for the process to end by itself then."""
+    left = grace_seconds
 
     def stop(number: int, _: Any) -> None:
-        if number == signal.SIGTERM or os.getppid() != parent:
+        nonlocal left
+        if number == signal.SIGTERM or (os.getppid() != parent and left <= 0):
             raise _Stopped
+        left -= os.getppid() != parent
 
     signal.signal(signal.SIGTERM, stop)
     if _children_file().exists():

@@ -46,8 +46,8 @@ class VerifiersTask:
         for key, value in {**options, "taskset.id": taskset}.items():
             _set(table, key.split("."), value)
         self._renderer_options: Mapping[str, Any] = table.pop("renderer", {})
-        self._prompts: dict[str, dict[str, Sequence[int]]] = {}  # by the tokenizer's path, then by problem
-        self._services: dict[str, Service] = {}  # that no run has taken over yet
+        self._prompts: dict[str, Sequence[int]] = {}  # by problem
+        self._service: Service | None = None  # that no run has taken over yet
         self._config = _checked(table)
 
     def train(self) -> Sequence[Problem]:
@@ -60,14 +60,13 @@ class VerifiersTask:
         """The task's messages, rendered; or, if the harness sends others, what an episode starts with.
 
         The first call starts the service and an episode. Raises ValueError."""
-        path = tokenizer.name_or_path
-        if path not in self._prompts:
-            self._prompts[path] = self._read_prompts(tokenizer)
-        return self._prompts[path][problem.id]
+        if not self._prompts:
+            self._prompts = self._read_prompts(tokenizer)
+        return self._prompts[problem.id]
 
     def serve(self, tokenizer: Any, *, eos_token_ids: Collection[int], workers: int, limit_seconds: float) -> Served:
-        services = [self._started(tokenizer), self._new_service(tokenizer)]
-        del self._services[tokenizer.name_or_path]  # it belongs to the run now
+        services = [self._service or self._new_service(tokenizer), self._new_service(tokenizer)]
+        self._service = None  # it belongs to the run now
         for service in services:
             service.resize(workers, limit_seconds)
         return Served(services, eos_token_ids)
@@ -80,20 +79,15 @@ class VerifiersTask:
                 f"the tokenizer of {tokenizer.name_or_path!r} at {tokenizer.eos_token_id}: set its eos_token"
             )
         rendered = [_rendered(problem, renderer) for problem in problems]
-        service = self._started(tokenizer)
+        service = self._new_service(tokenizer)
         try:
             if service.prompts_of([problems[0].answer]) != rendered[:1]:  # the harness adds to it
                 rendered = service.prompts_of([problem.answer for problem in problems])
         except WorkerError as error:
             service.close()
             raise ValueError(str(error)) from None
+        self._service = service
         return {problem.id: tokens for problem, tokens in zip(problems, rendered, strict=True)}
-
-    def _started(self, tokenizer: Any) -> Service:
-        path = tokenizer.name_or_path
-        if path not in self._services:
-            self._services[path] = self._new_service(tokenizer)
-        return self._services[path]
 
     def _new_service(self, tokenizer: Any) -> Service:
         path = tokenizer.name_or_path
