@@ -183,7 +183,7 @@ def test_an_evaluation_in_which_every_environment_failed_lists_no_parts() -> Non
     folder: Any = SimpleNamespace(append=lambda name, line: None)
     tokenizer: Any = None
     record = RunRecord(folder, PlainConsole(lines.append), tokenizer, rollouts_per_update=0)
-    record.evaluation(0, Evaluation.of({"p": [False]}), samples=1, has_turns=True)
+    record.evaluation(0, Evaluation(("p",), ((False,),)), samples=1, has_turns=True)
     assert lines == ["held-out score after 0 updates: 0.000 [0.000, 0.793] (1 problem)"]
 
 

@@ -55,33 +55,6 @@ class Evaluation:
             raise ValueError(f"{len(self.problem_ids)} problem ids but {len(self.correct)} rows of samples")
         samples_per_problem(self.correct)
 
-    @classmethod
-    def of(cls, correct: Mapping[str, Sequence[bool]]) -> Evaluation:
-        """From the samples by problem id."""
-        return cls(tuple(correct), tuple(tuple(map(bool, row)) for row in correct.values()))
-
-    @property
-    def samples_per_problem(self) -> int:
-        return samples_per_problem(self.correct)
-
-    def mean(self) -> Estimate:
-        """mean@k with k = `samples_per_problem`."""
-        return mean_at_k(self.correct)
-
-    def pass_at(self, k: int) -> Estimate:
-        return pass_at_k(self.correct, k)
-
-    def gain_over(self, before: Evaluation) -> Estimate:
-        """The gain in the mean over `before`, paired by problem."""
-        if set(self.problem_ids) != set(before.problem_ids):
-            missing = set(self.problem_ids) ^ set(before.problem_ids)
-            raise ValueError(
-                f"a paired difference needs the same problems in both evaluations; {len(missing)} are in only "
-                f"one, for example {min(missing)!r}"
-            )
-        rows = dict(zip(before.problem_ids, before.correct, strict=True))
-        return paired_difference([rows[problem_id] for problem_id in self.problem_ids], self.correct)
-
 
 def mean_parts(rewards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each part of a reward, over the rewards that have it."""

@@ -352,33 +352,28 @@ def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
 
     Settings that no longer exist are left out: a run of an older version has them.
     """
-    path = folder / "config.json"
-    try:
-        settings = _read_object(path)
-        if "model_type" not in settings:
-            return _known(settings), None
-        damage: Exception = ValueError("it is that of a model, not of a run")
-    except (OSError, ValueError, RecursionError) as error:
-        damage = error
-    states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name)
-    for state in reversed(states):
+    config = folder / "config.json"
+    states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name, reverse=True)
+    damage = ""
+    for path in (config, *states):
         try:
-            settings = _read_object(state)["notes"]["settings"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            settings = found if path is config else found["notes"]["settings"]
+            if not isinstance(settings, dict):
+                raise ValueError("not a JSON object")
+            if "model_type" in settings:
+                raise ValueError("it is that of a model, not of a run")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            damage = damage or plain_reason(error)
             continue
-        if isinstance(settings, dict):
-            notice = f"{path} cannot be read ({plain_reason(damage)}): settings taken from {state.parent.name}"
-            return _known(settings), notice
+        notice = f"{config} cannot be read ({damage}): settings taken from {path.parent.name}" if damage else None
+        return {key: value for key, value in settings.items() if key in TrainSettings.model_fields}, notice
     around = next((run for run in folder.parents[:2] if (run / "checkpoints").is_dir()), None)
     fix = "Name a run folder, as in runs/NAME."
     if around is not None:
         fix = f"Name its run, {around}: it continues from its newest checkpoint (older ones: docs/reliability.md)."
-    reason = f"no run can be read there ({path.name}: {plain_reason(damage)})"
+    reason = f"no run can be read there ({config.name}: {damage})"
     raise ConfigurationError("resume", str(folder), reason, fix)
-
-
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key in TrainSettings.model_fields}
 
 
 def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
@@ -408,10 +403,3 @@ def changes_of(settings: TrainSettings, saved: dict[str, Any]) -> dict[str, list
 
 def listed(changes: dict[str, list[Any]]) -> str:
     return ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items())
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return found
