@@ -100,10 +100,10 @@ def _close_everything() -> Any:
     return 1.0
 
 
-def _write_everywhere() -> Any:
+def _write_everywhere(message: bytes = b"hello") -> Any:
     for descriptor in range(3, 1024):
         try:
-            os.write(descriptor, b"\x00\x00\x00\x00\x00\x00\x00\x05hello")
+            os.write(descriptor, len(message).to_bytes(8, "big") + message)
         except OSError:
             continue
     return 1.0
@@ -189,6 +189,7 @@ DEADLY: dict[str, tuple[Callable[[], Any], str]] = {
     "overflows_stack": (_overflow_stack, "died with signal|RecursionError|MemoryError|not a number"),
     "closes_descriptors": (_close_everything, "its file descriptor was closed"),
     "writes_everywhere": (_write_everywhere, "sent an invalid message"),
+    "writes_nested_json": (lambda: _write_everywhere(b"[" * 10_000), "sent an invalid message"),
 }
 HANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "spins": (_spin, "no result within .* s; the worker process was killed"),

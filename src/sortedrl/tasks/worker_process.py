@@ -119,11 +119,15 @@ class WorkerProcess:
         self._writer.write(SIZE.pack(len(message)) + message)
 
     async def receive(self) -> Answer:
-        """Raises EOFError or OSError if the connection ended, and ValueError or TypeError for an invalid message."""
+        """Raises EOFError or OSError if the connection ended, and WorkerError for an invalid message."""
         (size,) = SIZE.unpack(await self._reader.readexactly(SIZE.size))
-        if size > self._service.answer_bytes:
-            raise ValueError(f"a message of {size} bytes")
-        return Answer(*json.loads(await self._reader.readexactly(size)))
+        try:
+            if size > self._service.answer_bytes:
+                raise ValueError
+            answer = Answer(*json.loads(await self._reader.readexactly(size)))
+            return answer._replace(number=int(answer.number))
+        except (ValueError, TypeError, RecursionError):
+            raise WorkerError("a worker process sent an invalid message and was killed") from None
 
     async def death(self) -> WorkerError:
         """Why its connection ended."""

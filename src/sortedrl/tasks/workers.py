@@ -288,8 +288,8 @@ class _Process:
                     call.answer.set_result(answer)
         except (EOFError, OSError):
             error = await worker.death()
-        except (ValueError, TypeError):
-            error = WorkerError("a worker process sent an invalid message and was killed")
+        except WorkerError as invalid:
+            error = invalid
         self._end(error)
 
     def _end(self, error: WorkerError | TimeoutError) -> None:
