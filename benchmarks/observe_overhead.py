@@ -43,7 +43,7 @@ PARTS: tuple[tuple[type, str, str], ...] = (
     (EventLog, "append", "event log: metrics, state, file"),
     (RunRecord, "update", "lines of updates, sample of rollouts"),
     (PanelConsole, "evaluating", "progress of evaluations"),
-    (PanelConsole, "log", "log lines"),
+    (PanelConsole, "_print", "log lines"),
     (Live, "refresh", DRAWING),
 )
 
