@@ -33,8 +33,7 @@ from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.registry import make_engine
 from sortedrl.engines.servers import base as server_base
-from sortedrl.engines.servers import streams as server_streams
-from sortedrl.engines.servers import weight_files
+from sortedrl.engines.servers import connection, weight_files
 from sortedrl.engines.servers.base import HttpEngine, ServerPool
 from sortedrl.engines.servers.messages import reason_of
 from sortedrl.engines.servers.sglang import SglangEngine
@@ -362,7 +361,7 @@ def test_a_server_that_hangs_is_dead_after_a_while(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.05)
     server = stand_in(step_seconds=0.005)
     ledger = Ledger(engine_at(server))
-    monkeypatch.setattr(server_streams, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.3)
     ledger.submit([endless(0, 200)])
     while not ledger.tokens(0):
         ledger.apply(ledger.engine.poll())

@@ -26,11 +26,12 @@ from sortedrl.engines.servers import weight_broadcast
 from sortedrl.engines.servers.base import ServerPool
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, Receiver, WeightBroadcast, _both
+from sortedrl.engines.servers.weight_handles import described
 
 
 def test_the_server_is_told_every_weight_in_order() -> None:
     weights = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
-    assert WeightBroadcast(weights, BroadcastGroup(), servers=1).update_info() == {
+    assert described(weights) == {
         "names": ["a", "b"],
         "dtype_names": ["bfloat16", "float32"],
         "shapes": [[2, 3], [4]],

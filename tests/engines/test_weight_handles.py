@@ -48,7 +48,7 @@ def test_sglang_gets_tensors_that_are_rebuilt_on_the_gpu(monkeypatch: pytest.Mon
     payload = weights.for_sglang()  # before the patch: it refers to torch's function by name
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: calls.append(arguments) or len(calls))
-    assert pickle.loads(base64.b64decode(payload)) == [(name, i + 1) for i, name in enumerate(weights.names)]
+    assert pickle.loads(base64.b64decode(payload)) == [(name, i + 1) for i, name in enumerate(weights.tensors)]
     for call, handle in zip(calls, weights.handles, strict=True):
         assert call[6] == weights.gpu and call[:6] + call[7:] == handle[:6] + handle[7:]
 
@@ -58,5 +58,6 @@ def test_handles_describe_their_tensors() -> None:
     named = {"a": torch.ones(2, 3, device="cuda", dtype=torch.bfloat16), "b": torch.ones(4, 2, device="cuda").T}
     with exported(named) as weights:
         assert isinstance(weights, WeightHandles)
-        assert weights.shapes == [[2, 3], [2, 4]] and weights.dtypes == ["bfloat16", "float32"]
-        assert all(tensor.is_contiguous() for tensor in weights.tensors)
+        told = weights.for_vllm()
+        assert told["shapes"] == [[2, 3], [2, 4]] and told["dtype_names"] == ["bfloat16", "float32"]
+        assert all(tensor.is_contiguous() for tensor in weights.tensors.values())

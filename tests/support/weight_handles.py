@@ -10,7 +10,7 @@ GPU = "01234567-89ab-cdef-0123-456789abcdef"
 
 
 def fabricated() -> WeightHandles:
-    tensors = [torch.zeros(4, 3), torch.zeros(5)]
+    tensors = {"model.embed_tokens.weight": torch.zeros(4, 3), "model.norm.weight": torch.zeros(5)}
     handles = [
         (
             type(tensor),
@@ -29,13 +29,6 @@ def fabricated() -> WeightHandles:
             b"event",
             True,
         )
-        for tensor in tensors
+        for tensor in tensors.values()
     ]
-    return WeightHandles(
-        names=["model.embed_tokens.weight", "model.norm.weight"],
-        dtypes=["float32", "float32"],
-        shapes=[list(tensor.shape) for tensor in tensors],
-        handles=handles,
-        gpu=GPU,
-        tensors=tensors,
-    )
+    return WeightHandles(tensors, handles, gpu=GPU)

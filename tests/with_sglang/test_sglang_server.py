@@ -100,4 +100,4 @@ def test_sglang_reads_our_handles(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = fabricated()
     payload = weights.for_sglang()
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments[6])
-    assert MultiprocessingSerializer.deserialize(payload) == [(name, GPU) for name in weights.names]
+    assert MultiprocessingSerializer.deserialize(payload) == [(name, GPU) for name in weights.tensors]

@@ -294,5 +294,5 @@ def test_vllm_reads_our_handles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     weights = fabricated()
     read = IPCWeightTransferUpdateInfo(**weights.for_vllm())
-    assert read.names == weights.names
+    assert read.names == list(weights.tensors)
     assert read.ipc_handles == [{GPU: handle} for handle in weights.handles]

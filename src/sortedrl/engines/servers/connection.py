@@ -21,7 +21,7 @@ import msgspec
 from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.messages import Malformed, Refused, reason_of, retry_after
 
-CONNECT_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0  # timeout of a connection and of a short request
 _LONGEST_HEAD = 1 << 16  # bytes
 _LONGEST_EVENT = 1 << 22
 _LONGEST_ANSWER = 1 << 26
@@ -41,9 +41,11 @@ class ServerConnection:
         self.url = credentials.url
         self.credentials = credentials
 
-    async def call(self, method: str, path: str, *, seconds: float, body: Any = None, **query: str) -> Any:
+    async def call(
+        self, method: str, path: str, *, seconds: float | None = None, body: Any = None, **query: str
+    ) -> Any:
         """The response, parsed if it is JSON. Raises Refused, Malformed, NotReached and other `OSError`s."""
-        async with asyncio.timeout(seconds), self._exchange(method, path, body, query) as response:
+        async with asyncio.timeout(seconds or PATIENCE_SECONDS), self._exchange(method, path, body, query) as response:
             if response.status != 200:
                 raise await _refusal(response)
             text = await _text(response, _LONGEST_ANSWER)
@@ -77,7 +79,9 @@ class ServerConnection:
         data = b"" if body is None else msgspec.json.encode(body)
         try:
             address = urlsplit(self.url + path)
-            is_safe = {"http": False, "https": True}[address.scheme]
+            is_safe = address.scheme == "https"
+            if not (is_safe or address.scheme == "http"):
+                raise ValueError("the address must begin with http:// or https://")
             headers = {
                 "Host": address.netloc,
                 "Connection": "close",
@@ -89,12 +93,12 @@ class ServerConnection:
             lines = [f"{name}: {value}" for name, value in headers.items()]
             target = address.path + (f"?{urlencode(query)}" if query else "")
             head = "\r\n".join([f"{method} {target} HTTP/1.1", *lines, "\r\n"]).encode()
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 port = address.port or (443 if is_safe else 80)
                 transport, response = await loop.create_connection(
                     lambda: _ResponseProtocol(loop), address.hostname or "", port, ssl=is_safe or None
                 )
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError) as error:
             raise NotReached(str(error) or "no connection in time") from None
         try:
             transport.write(head + data)
@@ -200,6 +204,8 @@ class _ResponseProtocol(asyncio.Protocol):
                 end = data.find(b"\r\n", place)
                 if end < 0:
                     self._rest = data[place:]
+                    if len(self._rest) > _LONGEST_HEAD:
+                        raise Malformed("the size of a chunk does not end")
                     return
                 line, place = data[place:end], end + 2
                 if not line:  # the end of the chunk before

@@ -39,6 +39,7 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines.refusals import unknown_token
+from sortedrl.engines.servers import connection
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
 from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
@@ -46,7 +47,6 @@ from sortedrl.engines.servers.requests import Sent, Waiting, WaitingRequests
 from sortedrl.engines.servers.server_state import IdentityCheck, Outage
 from sortedrl.engines.stop_strings import StopWatches
 
-PATIENCE_SECONDS = 30.0  # timeout of a short request
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
 STOP_SECONDS = 2.0  # for aborted streams to end
 ROUNDS_UNTIL_WARNING = 4  # of refusals: 2 to 4 s
@@ -60,7 +60,7 @@ class ServerStreams(ABC):
 
     def __init__(
         self,
-        connection: ServerConnection,
+        server: ServerConnection,
         stop_watches: StopWatches,
         *,
         slots: int,
@@ -69,12 +69,13 @@ class ServerStreams(ABC):
         silence_seconds: float,
         unavailable_seconds: float,
     ) -> None:
-        self.url = connection.url
+        self.url = server.url
         self.slots = slots
         self.version = 0  # of the weights
         self.max_length: int | None = None  # of prompt plus response, if the server reports it
-        self._connection = connection
-        self._clean = connection.credentials.clean
+        self._connection = server
+        self.call = server.call
+        self._clean = server.credentials.clean
         self._stop_watches = stop_watches
         self._eos = frozenset(eos_token_ids)
         self._vocabulary = vocabulary
@@ -106,13 +107,6 @@ class ServerStreams(ABC):
         return time.perf_counter()
 
     # What the server's own class adds
-
-    async def call(
-        self, method: str, path: str, *, seconds: float | None = None, body: Any = None, **query: str
-    ) -> Any:
-        """The response, parsed if it is JSON; raises Refused, Malformed or a connection error."""
-        patience = PATIENCE_SECONDS if seconds is None else seconds
-        return await self._connection.call(method, path, seconds=patience, body=body, **query)
 
     @abstractmethod
     async def count_running(self) -> int | None:
@@ -306,7 +300,7 @@ class ServerStreams(ABC):
         probe = self._about_to_send(Waiting(Request(-1, Prompt("", [1]), (), 1, 0, Sampling(ignore_eos=True))))
         path, body = self.generation(probe.request, probe.name)
         try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
+            async with asyncio.timeout(connection.PATIENCE_SECONDS):
                 return await self._connection.stream(path, body, lambda data: bool(self.delta_of(data, probe).tokens))
         except Exception as error:  # for any reason: it does not
             _log.debug("%s does not generate: %s", self.url, self._clean(said(error)))

@@ -21,6 +21,8 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from sortedrl.engines.servers.weight_handles import described
+
 HOST = "127.0.0.1"
 OWN_PART_SECONDS = 60.0
 ARRIVAL_SECONDS = 180.0  # for all servers: longer than a busy one is tried again
@@ -75,14 +77,6 @@ class WeightBroadcast:
         self._are_all_here = asyncio.Event()
         self._work: asyncio.Future[None] | None = None
 
-    def update_info(self) -> dict[str, Any]:
-        """What vLLM's workers expect, in this order."""
-        return {
-            "names": list(self.weights),
-            "dtype_names": [str(tensor.dtype).rpartition(".")[2] for tensor in self.weights.values()],
-            "shapes": [list(tensor.shape) for tensor in self.weights.values()],
-        }
-
     async def send_to(self, receiver: Receiver) -> None:
         """Wait for all servers, then send the weights to those that came. In the event loop, as `leave`."""
         if self._work is None:
@@ -109,7 +103,7 @@ class WeightBroadcast:
         receivers = self._receivers
         communicator = await self._group.communicator(receivers, self.device)
         await asyncio.gather(*(receiver.transfer("/start_weight_update") for receiver in receivers))
-        info = self.update_info()
+        info = described(self.weights)  # the workers expect them in this order
         calls = [receiver.transfer("/update_weights", update_info=info) for receiver in receivers]
         await _both(calls, lambda: _broadcast(communicator, self))
         await asyncio.gather(*(receiver.transfer("/finish_weight_update") for receiver in receivers))

@@ -31,31 +31,34 @@ class _Rebuilt:
 
 @dataclass(frozen=True, slots=True)
 class WeightHandles:
-    """One entry per weight in each list; `tensors` holds the exported memory."""
+    """One handle per weight; `tensors` holds the exported memory, in the same order."""
 
-    names: list[str]
-    dtypes: list[str]  # such as bfloat16
-    shapes: list[list[int]]
+    tensors: Mapping[str, Any]
     handles: list[tuple[Any, ...]]  # arguments of torch's rebuild_cuda_tensor
     gpu: str  # UUID
-    tensors: list[Any]
 
     def for_vllm(self) -> dict[str, Any]:
         """As vLLM's IPC backend reads them over HTTP: handles by GPU, pickled, in base64."""
-        return {
-            "names": self.names,
-            "dtype_names": self.dtypes,
-            "shapes": self.shapes,
-            "ipc_handles_pickled": _pickled([{self.gpu: handle} for handle in self.handles]),
+        return described(self.tensors) | {
+            "ipc_handles_pickled": _pickled([{self.gpu: handle} for handle in self.handles])
         }
 
     def for_sglang(self) -> str:
         """As SGLang reads them: a list of names and tensors, each rebuilt on the GPU of this UUID."""
         named = [
             (name, _Rebuilt((*handle[:_DEVICE], self.gpu, *handle[_DEVICE + 1 :])))
-            for name, handle in zip(self.names, self.handles, strict=True)
+            for name, handle in zip(self.tensors, self.handles, strict=True)
         ]
         return _pickled(named)
+
+
+def described(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """As vLLM's weight transfer expects it: one entry per weight in each list."""
+    return {
+        "names": list(weights),
+        "dtype_names": [str(tensor.dtype).rpartition(".")[2] for tensor in weights.values()],  # such as bfloat16
+        "shapes": [list(tensor.shape) for tensor in weights.values()],
+    }
 
 
 def _pickled(value: object) -> str:
@@ -73,17 +76,11 @@ def exported(weights: Mapping[str, Any]) -> Iterator[WeightHandles]:
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
-    tensors = [tensor.detach().contiguous() for tensor in weights.values()]
-    properties = torch.cuda.get_device_properties(tensors[0].device)
-    torch.cuda.synchronize(tensors[0].device)  # the optimizer's last step may still run
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+    device = next(iter(tensors.values())).device
+    torch.cuda.synchronize(device)  # the optimizer's last step may still run
+    handles = [reduce_tensor(tensor)[1] for tensor in tensors.values()]  # type: ignore[no-untyped-call]
     try:
-        yield WeightHandles(
-            names=list(weights),
-            dtypes=[str(tensor.dtype).rpartition(".")[2] for tensor in tensors],
-            shapes=[list(tensor.shape) for tensor in tensors],
-            handles=[reduce_tensor(tensor)[1] for tensor in tensors],  # type: ignore[no-untyped-call]
-            gpu=str(properties.uuid),
-            tensors=tensors,
-        )
+        yield WeightHandles(tensors, handles, gpu=str(torch.cuda.get_device_properties(device).uuid))
     finally:
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
