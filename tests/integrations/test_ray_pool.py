@@ -32,11 +32,10 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
-from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo, RequestFinished, RequestStarted, Tokens
+from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo
 from sortedrl.core.engine_checks import NoChanges
-from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
-from sortedrl.integrations.ray import RayEngine, RayPool, merged
+from sortedrl.integrations.ray import RayEngine, RayPool
 from sortedrl.observe.metrics import Metrics
 from sortedrl.testing.engine_contract import EngineContract, Ledger
 
@@ -317,36 +316,3 @@ def test_a_node_is_lost_in_mid_run_and_no_rollout_is(cluster: Cluster, nodes: li
     assert sorted(trained) == list(range(96))
     assert run_metrics.failures == run_metrics.rejected == 0 and run_metrics.preemptions > 0
     pool.close()
-
-
-def test_deltas_of_a_request_are_merged_and_keep_their_order() -> None:
-    def made(id: int, at: float, *tokens: int) -> Tokens:
-        return Tokens(id, at, Segment(list(tokens), [-float(t) for t in tokens], 1))
-
-    changes: list[Change] = [
-        RequestStarted(1, 0.0),
-        made(1, 0.1, 5),
-        RequestStarted(2, 0.1),
-        made(2, 0.2, 6),
-        made(1, 0.3, 7, 8),
-        RequestFinished(1, 0.3, False),
-        made(2, 0.4, 9),
-    ]
-    result = merged(changes)
-    assert [type(change) for change in result] == [RequestStarted, Tokens, RequestStarted, Tokens, RequestFinished]
-    assert result[1] == Tokens(1, 0.1, Segment([5, 7, 8], [-5.0, -7.0, -8.0], 1))
-    assert result[3] == Tokens(2, 0.2, Segment([6, 9], [-6.0, -9.0], 1))
-
-
-def test_deltas_of_other_weights_and_their_masks_stay_as_the_engine_reported_them() -> None:
-    changes: list[Change] = [
-        Tokens(1, 0.1, Segment([5], [-1.0], 1)),
-        Tokens(1, 0.2, Segment([6], [-2.0], 2)),
-        Tokens(1, 0.3, Segment([7, 8], [-3.0, 0.0], 2, mask=[1, 0])),
-        Tokens(1, 0.4, Segment([9], [-4.0], 2, mask=[1])),
-    ]
-    assert merged(changes) == [
-        Tokens(1, 0.1, Segment([5], [-1.0], 1)),
-        Tokens(1, 0.2, Segment([6], [-2.0], 2)),
-        Tokens(1, 0.3, Segment([7, 8, 9], [-3.0, 0.0, -4.0], 2, mask=[1, 0, 1])),
-    ]

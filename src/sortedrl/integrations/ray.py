@@ -9,7 +9,7 @@ restarts engines where the cluster has room; they start to work at the next weig
 
 - **Clocks**: nodes have different clocks, so every reply carries the actor's time and is converted to ours. A timestamp
   is off by the transfer time of the reply, and never goes back.
-- **Traffic**: changes within `_LINGER_SECONDS` come in one reply, with the deltas of a request merged.
+- **Traffic**: changes within `_LINGER_SECONDS` come in one reply.
 - **Weights** are put into Ray's object store once, and all actors read them from there.
 """
 
@@ -29,9 +29,8 @@ try:
 except ImportError:
     raise ConfigurationError("ray", None, "Ray is not installed", f"{install_hint('ray')}.") from None
 
-from sortedrl.core.engine import Change, Engine, EngineDied, Request, RequestFailed, RequestFinished, Tokens
+from sortedrl.core.engine import Change, Engine, EngineDied, Request, RequestFailed, RequestFinished
 from sortedrl.core.engine_checks import checked_changes
-from sortedrl.core.rollout import Segment
 from sortedrl.engines.pool import Pool
 
 START_SECONDS = 600.0  # of an engine: a large model is loaded
@@ -53,11 +52,13 @@ class EngineHost:
     def __init__(self, make_engine: Callable[[], Engine]) -> None:
         self._engine = with_defaults(make_engine())
 
-    def slots(self) -> int:
-        return self._engine.slots
+    def get(self, name: str) -> Any:
+        """An attribute of the engine."""
+        return getattr(self._engine, name)
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._engine.submit(requests)
+    def call(self, name: str, *arguments: Any) -> Any:
+        """A method of the engine."""
+        return getattr(self._engine, name)(*arguments)
 
     def poll(self, seconds: float) -> Reply:
         engine = self._engine
@@ -74,23 +75,8 @@ class EngineHost:
     def abort(self, ids: Sequence[int]) -> Reply:
         return self._reply(checked_changes(self._engine, "abort", self._engine.abort(ids)))
 
-    def update_weights(self, weights: Any, version: int) -> None:
-        self._engine.update_weights(weights, version)
-
-    def is_available(self) -> bool:
-        return self._engine.is_available
-
-    def info(self) -> EngineInfo:
-        return self._engine.info()
-
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    def sleep_until_update(self) -> None:
-        self._engine.sleep_until_update()
-
     def _reply(self, changes: Sequence[Change]) -> Reply:
-        return Reply(self._engine.now(), self._engine.is_available, merged(changes))
+        return Reply(self._engine.now(), self._engine.is_available, list(changes))
 
 
 class RayEngine(EngineBase):
@@ -117,13 +103,13 @@ class RayEngine(EngineBase):
             started([self], start_seconds)
 
     def wait_until_started(self, seconds: float) -> None:
-        self.slots = self._answer(self._actor.slots.remote(), seconds)
+        self.slots = self._answer(self._actor.get.remote("slots"), seconds)
 
     def now(self) -> float:
         return time.perf_counter()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._answer(self._actor.submit.remote(list(requests)))
+        self._answer(self._actor.call.remote("submit", list(requests)))
         self._inside |= {request.id for request in requests}
 
     def poll(self, until: float | None = None) -> list[Change]:
@@ -142,14 +128,14 @@ class RayEngine(EngineBase):
 
     def update_weights(self, weights: Any, version: int) -> None:
         """`weights` may already be in Ray's object store (an ObjectRef)."""
-        self._answer(self._actor.update_weights.remote(weights, version), _WEIGHT_UPDATE_SECONDS)
+        self._answer(self._actor.call.remote("update_weights", weights, version), _WEIGHT_UPDATE_SECONDS)
 
     @property
     def is_available(self) -> bool:
         """By its last reply. Never waits: one that is not available and has no requests is asked in the background."""
         with self._asking:
             if not self._is_available:
-                self._question = self._question or self._actor.is_available.remote()
+                self._question = self._question or self._actor.get.remote("is_available")
                 if ray.wait([self._question], timeout=0)[0]:
                     question, self._question = self._question, None
                     try:
@@ -159,14 +145,14 @@ class RayEngine(EngineBase):
             return self._is_available
 
     def info(self) -> EngineInfo:
-        info: EngineInfo = self._answer(self._actor.info.remote())
+        info: EngineInfo = self._answer(self._actor.call.remote("info"))
         return info
 
     def sleep(self) -> None:
-        self._answer(self._actor.sleep.remote())
+        self._answer(self._actor.call.remote("sleep"))
 
     def sleep_until_update(self) -> None:
-        self._answer(self._actor.sleep_until_update.remote())
+        self._answer(self._actor.call.remote("sleep_until_update"))
 
     def close(self) -> None:
         """Kill the actor, and with it the engine."""
@@ -249,40 +235,3 @@ def on_host(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str,
     return {
         name: weight.detach().cpu() if hasattr(weight, "detach") else weight for name, weight in dict(weights).items()
     }
-
-
-def merged(changes: Sequence[Change]) -> list[Change]:
-    """The same changes, with the token deltas of each request merged, as far as they have one weight version.
-
-    The order within each request and the order of all times are preserved.
-    """
-    open_tokens: dict[int, int] = {}  # by request: where its last Tokens are in the result
-    result: list[Change] = []
-    parts: dict[int, list[Segment]] = {}  # of the Tokens at this place
-    for change in changes:
-        if not isinstance(change, Tokens):
-            open_tokens.pop(change.id, None)
-            result.append(change)
-            continue
-        place = open_tokens.get(change.id)
-        if place is None or not _fit_together(parts[place][0], change.segment):
-            open_tokens[change.id] = place = len(result)
-            parts[place] = []
-            result.append(change)
-        parts[place].append(change.segment)
-    for place, segments in parts.items():
-        first = result[place]
-        assert isinstance(first, Tokens)
-        result[place] = first._replace(segment=_joined(segments))
-    return result
-
-
-def _fit_together(first: Segment, second: Segment) -> bool:
-    return first.version == second.version and (first.mask is None) == (second.mask is None)
-
-
-def _joined(segments: Sequence[Segment]) -> Segment:
-    tokens = [token for segment in segments for token in segment.tokens]
-    logprobs = [logprob for segment in segments for logprob in segment.logprobs]
-    mask = [int(bit) for segment in segments for bit in (() if segment.mask is None else segment.mask)]
-    return Segment(tokens, logprobs, segments[0].version, None if segments[0].mask is None else mask)
