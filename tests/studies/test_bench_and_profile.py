@@ -175,7 +175,7 @@ def test_who_waits_for_a_prefill_is_not_in_a_slot() -> None:
     step_time = StepTime(((1, 0.01), (8, 0.01)), per_prefill_token=1e-3, prefill_tokens_per_step=100)
     engine = endless_engine(3, step_time)
     engine.submit([Request(i, Prompt(str(i), [1] * 100), (), 5, i) for i in range(3)])
-    starts = [change.at for change in engine.poll() if type(change).__name__ == "Started"]
+    starts = [change.at for change in engine.poll() if type(change).__name__ == "RequestStarted"]
     assert starts == pytest.approx([0.0, 0.1, 0.2])
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
@@ -258,20 +258,23 @@ class SimulatedEngine(VirtualTimeEngine):
             return
         prefill = 0
         at = self.now()
+        for run in self._next_in_queue():
+            self._start(run, at + self._prefill_wait(prefill))
+            prefill += self._uncached(run, run.size + run.made)
+        self._clock += self._step_time.prefill(prefill)
+
+    def _next_in_queue(self) -> Iterator[Run]:
+        """Takes those out of the queue that may start now. One that is too large for the KV cache fails."""
         while self._has_slot_for_next() and not self._next_must_wait():
             run = self._queue[0]
-            context = run.size + run.made
-            if self._kv_tokens is not None and not self._makes_room_for(run, self._kv_tokens):
-                if self._running:
-                    break
+            if self._kv_tokens is None or self._makes_room_for(run, self._kv_tokens):
+                yield self._queue.popleft()
+            elif self.running:
+                return
+            else:
                 self._queue.popleft()
-                self._deliver(run, run.made, at, self._undelivered)
-                self._fail(run.request.id, at, self._too_large(context))
-                continue
-            self._queue.popleft()
-            self._start(run, at + self._prefill_wait(prefill))
-            prefill += self._uncached(run, context)
-        self._clock += self._step_time.prefill(prefill)
+                self._deliver(run, run.made, self.now(), self._undelivered)
+                self._fail(run.request.id, self.now(), self._too_large(run.size + run.made))
 
     def _prefill_wait(self, ahead: int) -> float:
         """Seconds until a request takes its slot: full steps for the tokens to prefill before it."""

@@ -69,17 +69,9 @@ class ChunkedPrefillEngine(SimulatedEngine):
 
     def _start_prefills(self) -> None:
         room = self._room() - sum(prefill.left for prefill in self._prefills.values())
-        while room > 0 and self._has_slot_for_next() and not self._next_must_wait():
-            run = self._queue[0]
+        following = self._next_in_queue()
+        while room > 0 and (run := next(following, None)) is not None:
             context = run.size + run.made
-            if self._kv_tokens is not None and not self._makes_room_for(run, self._kv_tokens):
-                if self.running:
-                    break
-                self._queue.popleft()
-                self._deliver(run, run.made, self._clock, self._undelivered)
-                self._fail(run.request.id, self._clock, self._too_large(context))
-                continue
-            self._queue.popleft()
             prefill = self._prefills[run.request.id] = _Prefill(run, context, self._uncached(run, context))
             self._cached += context
             self._undelivered.append(RequestStarted(run.request.id, self._clock))

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -23,7 +22,6 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.engine import UNCHANGED, Engine, Request, with_defaults
 from sortedrl.core.events import EventLog, Sink
 from sortedrl.core.prompts import Prompts
-from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.base import updates_left
@@ -181,7 +179,7 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     engine, vocabulary = bare_engine(settings, settings.model, max_length)
     log(f"{counted(engine.slots, 'slot')} on {machine()}; warming up")
     rate = warm_up(engine, vocabulary, max_length)
-    seconds = progress.total * schedule.rollouts_needed * mean_length(workload, schedule) / rate
+    seconds = progress.total * schedule.rollouts_needed * simulated.mean_response_tokens(workload, schedule) / rate
     log(f"{rate:,.0f} tok/s in the warm-up: all modes take about {clock(seconds)}")
     limit = None
     if settings.limit == "measured":
@@ -234,13 +232,6 @@ def updates_per_case(workload: Workload, schedule: Schedule, max_updates: int | 
     rollouts = workload.prompts * schedule.rollouts_per_prompt
     possible = updates_left(rollouts, schedule.rollouts_needed)
     return possible if max_updates is None else min(possible, max_updates)
-
-
-def mean_length(workload: Workload, schedule: Schedule, samples: int = 256) -> float:
-    """Of uncut responses, in tokens: estimated from a sample."""
-    prompts = [Prompt(str(place), (), place) for place in range(min(samples, workload.prompts))]
-    lengths = [workload.lengths(prompt, derive_seed(schedule.seed, prompt.payload)) for prompt in prompts]
-    return fmean(min(length, schedule.max_response_tokens) for length in lengths)
 
 
 def run(
