@@ -313,7 +313,7 @@ def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
     ledger.submit([endless(id, 200) for id in range(6)])
     while min(len(ledger.tokens(id)) for id in range(4)) < 3:
         ledger.apply(ledger.engine.poll())
-    while len({change.id for change in engine._outbox._delivered if isinstance(change, Tokens)}) < 4:
+    while len({change.id for change in engine._outbox.delivered if isinstance(change, Tokens)}) < 4:
         time.sleep(0.005)
     server.kill()
     with pytest.raises(EngineDied, match=f"{server.url}: it no longer responds"):

@@ -50,7 +50,7 @@ from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.user_values import reason_of
 from sortedrl.core.wording import counted
 from sortedrl.engines.pool_members import Call, Entry, Member
-from sortedrl.engines.refusals import require_empty, require_empty_for_sleep, require_new
+from sortedrl.engines.refusals import require_empty, require_new
 from sortedrl.engines.routing import route
 
 _SLICE_SECONDS = 0.1  # how often one that delivers its changes is asked whether it is available
@@ -144,7 +144,7 @@ class Pool(EngineBase):
         if isinstance(weights, Iterator):
             weights = dict(weights)
         with self._lock:
-            require_empty(len(self._entries), version)
+            require_empty(len(self._entries), f"weight update to version {version}")
             self._version, self._was_updated = version, True
             for member in self._members:
                 member.has_weights = True
@@ -163,7 +163,7 @@ class Pool(EngineBase):
 
     def _send_to_sleep(self, sleep: Callable[[EngineBase], None]) -> None:
         with self._lock:
-            require_empty_for_sleep(len(self._entries))
+            require_empty(len(self._entries), "sleep")
             self._wait_for([self._call(member, sleep) for member in self._present()])
             if all(member.lost is not None for member in self._members):  # others may wait for the coming weights
                 self._raise_if_none_works()

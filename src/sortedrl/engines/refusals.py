@@ -17,17 +17,8 @@ def require_new(requests: Sequence[Request], inside: Container[int]) -> None:
         seen.add(request.id)
 
 
-def require_empty(inside: int, version: int) -> None:
-    """Raise a RuntimeError if so many requests are in the engine at a weight update: their KV is of the old weights."""
-    _require_empty(inside, f"weight update to version {version}")
-
-
-def require_empty_for_sleep(inside: int) -> None:
-    """Raise a RuntimeError if so many requests are in the engine: their KV would be lost."""
-    _require_empty(inside, "sleep")
-
-
-def _require_empty(inside: int, what: str) -> None:
+def require_empty(inside: int, what: str) -> None:
+    """Raise a RuntimeError if so many requests are in the engine: their KV would be lost, or of the old weights."""
     if inside:
         raise RuntimeError(f"{what} with {counted(inside, 'request')} in the engine: abort all first")
 

@@ -43,7 +43,7 @@ from sortedrl.core.rollout import Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
-from sortedrl.engines.refusals import refusal, require_empty, require_empty_for_sleep, require_new
+from sortedrl.engines.refusals import refusal, require_empty, require_new
 from sortedrl.engines.speculative import check_speculative_config, own_drafter, require_exact_checks
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 from sortedrl.settings.install_hint import install_hint
@@ -190,7 +190,7 @@ class VllmEngine(EngineBase):
 
     def update_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]] | None, version: int) -> None:
         """Copy the weights into vLLM's model. None: only the version has changed."""
-        require_empty(len(self._inside), version)
+        require_empty(len(self._inside), f"weight update to version {version}")
         if weights is None:
             self._require_weights()
         self._drain()
@@ -388,7 +388,7 @@ class VllmEngine(EngineBase):
     def _sleep(self, *, keep_weights: bool) -> None:
         if not self._can_sleep or self._asleep:
             return
-        require_empty_for_sleep(len(self._inside))
+        require_empty(len(self._inside), "sleep")
         self._drain()
         with self._in_vllm():
             self._core.sleep(1 if keep_weights else 2)  # vLLM's level 2 keeps no weights

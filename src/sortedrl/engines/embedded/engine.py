@@ -214,7 +214,7 @@ class EmbeddedEngine(EngineBase):
     def update_weights(self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Copy the weights into the model. None: it is the learner's module and already has them."""
         self._raise_if_dead()
-        require_empty(len(self._running) + len(self._queue), version)
+        require_empty(len(self._running) + len(self._queue), f"weight update to version {version}")
         if weights is not None:
             copy_weights(self._model, dict(weights))
         self._decoder.follow_weights()

@@ -144,13 +144,13 @@ class HttpEngine(ServerStreams, EngineBase):
 
     def poll(self, until: float | None = None) -> list[Change]:
         with self._outbox.news:
-            while not self._outbox.has_changes and (self._outbox.inside or until is not None):
+            while not self._outbox.delivered and (self._outbox.inside or until is not None):
                 self._raise_if_dead()
                 seconds = None if until is None else until - self.now()
                 if seconds is not None and seconds <= 0:
                     break
                 self._outbox.news.wait(seconds)
-            if not self._outbox.has_changes:
+            if not self._outbox.delivered:
                 self._raise_if_dead()
             return self._outbox.take()
 
@@ -172,7 +172,7 @@ class HttpEngine(ServerStreams, EngineBase):
         so that a benchmark pays for resumes as a run does. A pool may pass a broadcast to all of its servers.
         """
         self._raise_if_dead()
-        require_empty(len(self._outbox.inside), version)
+        require_empty(len(self._outbox.inside), f"weight update to version {version}")
         if weights is None or isinstance(weights, Path | WeightBroadcast):
             self._update_from(weights, version)
         else:

@@ -28,27 +28,19 @@ class Outbox:
         self.inside: set[int] = set()  # requests that have not ended
         self.death: str | None = None  # why the engine is dead
         self.receive: Callable[[list[Change]], None] | None = None  # gets the changes in place of `take`
-        self._delivered: list[Change] = []
+        self.delivered: list[Change] = []
         self._ready: list[Change] = []
-        self._held: list[tuple[Change, bool]] = []  # and whether it is safe to deliver in any case
-
-    @property
-    def has_changes(self) -> bool:
-        return bool(self._delivered)
-
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._held)
+        self.held: list[tuple[Change, bool]] = []  # and whether it is safe to deliver in any case
 
     def take(self) -> list[Change]:
         with self.news:
-            changes, self._delivered = self._delivered, []
+            changes, self.delivered = self.delivered, []
             return changes
 
     def add(self, *changes: Change, trusted: bool = True) -> None:
         """Deliver atomically, so that the last tokens and the end arrive together."""
-        if self._held or not trusted:
-            self._held += [(change, trusted) for change in changes]
+        if self.held or not trusted:
+            self.held += [(change, trusted) for change in changes]
             return
         if not self._ready:
             self._loop.call_soon(self.deliver)
@@ -56,17 +48,17 @@ class Outbox:
 
     def release(self) -> None:
         """Deliver all held changes: they are confirmed."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         self._ready += [change for change, _ in held]
         self.deliver()
 
     def drop_untrusted(self, id: int) -> None:
         """Drop the unconfirmed changes of this request."""
-        self._held = [(change, trusted) for change, trusted in self._held if trusted or change.id != id]
+        self.held = [(change, trusted) for change, trusted in self.held if trusted or change.id != id]
 
     def die(self, reason: str) -> None:
         """Mark the engine as dead; the first reason stays. Safe changes are still delivered."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         self._ready += [c for c, trusted in held if trusted and not isinstance(c, RequestStarted | RequestPreempted)]
         with self.news:
             self.death = self.death or reason
@@ -79,7 +71,7 @@ class Outbox:
         with self.news:
             self.inside.difference_update([c.id for c in changes if isinstance(c, RequestFinished | RequestFailed)])
             if self.receive is None:
-                self._delivered += changes
+                self.delivered += changes
             self.news.notify_all()
         if self.receive is not None:
             self.receive(changes)

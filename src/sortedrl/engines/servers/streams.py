@@ -363,7 +363,7 @@ class ServerStreams(ABC):
         for sent in leaving:
             self._leave(sent)  # a task that was canceled before its first step has not done so
             self._finish_if_whole(sent)
-        if self._outbox.is_holding:
+        if self._outbox.held:
             await self._identity_check.confirm()
         self._outbox.deliver()
 
