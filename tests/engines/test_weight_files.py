@@ -64,11 +64,8 @@ def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
     (shared / "sortedrl-weights-1-link").symlink_to(elsewhere)
     (shared / "sortedrl-weights-2-file").touch()
     (shared / "model-of-somebody").mkdir()
-    fresh = shared / ".sortedrl-new-fresh"
-    fresh.mkdir()
-    old = shared / ".sortedrl-new-old"
-    old.mkdir()
-    os.utime(old, (time.time() - 3600,) * 2)
+    (shared / ".sortedrl-new-fresh").mkdir()
+    (shared / "sortedrl-weights-3-left").mkdir()
     remove_abandoned(shared)
     assert (elsewhere / "precious").exists()
     assert {path.name for path in shared.iterdir()} == {
@@ -83,7 +80,6 @@ def test_only_what_is_ours_is_removed(tmp_path: Path) -> None:
 def test_the_folder_of_another_user_is_left_alone(tmp_path: Path) -> None:
     other = tmp_path / "sortedrl-weights-3-other"
     other.mkdir()
-    (other / "lock").touch()
     os.chown(other, 12345, 12345)
     remove_abandoned(tmp_path)
     assert other.exists()

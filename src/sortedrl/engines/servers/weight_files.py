@@ -9,9 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,9 +21,8 @@ from sortedrl.engines.output_layer import with_output_layer
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sortedrl-weights-"
-_LOCK = "lock"
-_UNNAMED_PREFIX = ".sortedrl-new-"  # of folders that are not locked yet
-_UNNAMED_SECONDS = 60.0  # after that, its process is gone
+_UNNAMED_PREFIX = ".sortedrl-new-"  # of folders that are not locked yet, and empty
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
@@ -51,7 +48,7 @@ class WeightFiles:
         try:
             try:
                 folder = Path(tempfile.mkdtemp(prefix=_UNNAMED_PREFIX, dir=self.parent))
-                lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+                lock = os.open(folder, _FOLDER)
                 _take(lock)
                 folder = folder.rename(folder.with_name(f"{_PREFIX}{version}-{folder.name[len(_UNNAMED_PREFIX) :]}"))
                 file = folder / "model.safetensors"
@@ -72,26 +69,14 @@ class WeightFiles:
 
 def remove_abandoned(parent: Path) -> None:
     """Remove weights left behind by killed processes of this user. Locked folders stay."""
-    for folder in [*parent.glob(f"{_PREFIX}*"), *parent.glob(f"{_UNNAMED_PREFIX}*")]:
-        with suppress(OSError):  # it is gone by now, or belongs to another user
-            if _is_abandoned(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_abandoned(folder: Path) -> bool:
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        return False
-    if folder.name.startswith(_UNNAMED_PREFIX):
-        return time.time() - about.st_mtime > _UNNAMED_SECONDS
-    try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:  # being removed
-        return True
-    try:
-        return _take(lock)
-    finally:
-        os.close(lock)
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is gone by now, belongs to another user, or is no folder
+            lock = os.open(folder, _FOLDER)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid() and _take(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _take(lock: int) -> bool:
