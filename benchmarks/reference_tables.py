@@ -25,6 +25,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from sortedrl import Schedule
+from sortedrl.core.rollout import Rollout
+from sortedrl.core.strategies.base import SchedulerState
+from sortedrl.core.strategies.ours import ElevatorPartial
 from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.engines.episodes import DrawnEpisodes
 from sortedrl.engines.lengths import LognormalLengths
@@ -193,6 +196,15 @@ def five_turns(seconds_mean: float, prompts: int) -> Workload:
     )
 
 
+class HoldsSlots(ElevatorPartial):
+    """Starts no rollout in the slot of one that is between two turns, as agent loops do that run one request per slot
+    from the first turn to the last."""
+
+    def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
+        between_turns = len(s.buffer.in_environment) + len(s.buffer.returning)
+        return between_turns < s.free_slots and super().may_start(rollout, s)
+
+
 def turns() -> Iterator[dict[str, str]]:
     """Five turns per response: slots freed or held while environments work, with and without reuse of the KV cache."""
     schedule = Schedule(rollouts_per_prompt=8, prompts_per_cohort=64)
@@ -202,7 +214,8 @@ def turns() -> Iterator[dict[str, str]]:
         keeping = replace(workload, reuse_kv_cache=reuse)
         label = ", KV cache reused" if reuse else ""
         rows.append(Case(f"partial+elevator{label}", keeping, schedule))
-        rows.append(Case(f"partial+elevator, slots held{label}", replace(keeping, hold_slots=True), schedule))
+        held = replace(schedule, mode="reference_tables:HoldsSlots")
+        rows.append(Case(f"partial+elevator, slots held{label}", keeping, held))
     rows += [Case(mode, workload, with_mode(schedule, mode)) for mode in ("on-policy+planned", "baseline")]
     extra = {
         "environment": lambda f: f"{f['bubble_parts']['environment']:.3f}",

@@ -38,10 +38,11 @@ WORKLOAD = Workload(
 SCHEDULE = Schedule(rollouts_per_update=16, rollouts_per_prompt=4, prompts_per_cohort=16, max_response_tokens=1000)
 
 
-def test_freed_slots_beat_held_ones_and_both_stay_below_the_limit() -> None:
+def test_freed_slots_beat_held_ones_and_both_stay_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     bound = limit(WORKLOAD, SCHEDULE)
     freed = run(WORKLOAD, SCHEDULE)
-    held = run(replace(WORKLOAD, hold_slots=True), SCHEDULE)
+    held = run(WORKLOAD, replace(SCHEDULE, mode="reference_tables:HoldsSlots"))
     baseline = run(WORKLOAD, with_mode(SCHEDULE, "baseline"))
     assert baseline.goodput < held.goodput < freed.goodput < bound
     assert held.bubble_parts["environment"] > 0.2 > freed.bubble_parts["environment"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,6 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed, mixing
-from sortedrl.core.strategies.base import SchedulerState, Strategy
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.turns import Environments
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
@@ -75,7 +74,6 @@ class SimulatedPrompts(Sequence[Prompt]):
 class Workload:
     lengths: LengthOf = REFERENCE_LENGTHS  # of responses of one turn
     episodes: EpisodeOf | None = None  # of responses of several turns, in place of `lengths`
-    hold_slots: bool = False  # a rollout keeps its slot while its environment works, for comparison
     step_time: StepTime = PRESETS["memory-bound"]
     slots: int = 128  # of all engines together
     engines: int = 1  # each with its own step time, KV cache and prefill
@@ -281,7 +279,6 @@ class ControllerRun:
             ),
             schedule,
             environments=environments_of(workload, schedule, self.engine),
-            strategy=holding_slots(strategy) if workload.hold_slots else None,
             expectation=expectation_for(workload, schedule),
             # A bound method: Python calls it three times as fast as an object.
             log=EventLog(self._metrics.__call__, *sinks),
@@ -392,19 +389,6 @@ def limit(workload: Workload, schedule: Schedule) -> float:
         rollouts=max(workload.prompts * schedule.rollouts_per_prompt, steady),
         tokens_made=lambda: engine.tokens_made,
     )
-
-
-def holding_slots(strategy: Strategy) -> Strategy:
-    """For comparison: no rollout is started in the slot of one that is between two turns, as in agent loops that run
-    one request per slot from the first turn to the last."""
-    kind = type(strategy)
-
-    def may_start(self: Strategy, rollout: Rollout, s: SchedulerState) -> bool:
-        between_turns = len(s.buffer.in_environment) + len(s.buffer.returning)
-        return between_turns < s.free_slots and kind.may_start(self, rollout, s)
-
-    holding: type[Strategy] = type(f"Holding{kind.__name__}", (kind,), {"may_start": may_start})
-    return holding(**asdict(strategy))
 
 
 def with_mode(schedule: Schedule, mode: str) -> Schedule:
