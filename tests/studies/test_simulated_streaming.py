@@ -11,7 +11,7 @@ import pytest
 from sortedrl.cli import main
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated_loop import SharedDevice, speed_at
+from sortedrl.engines.simulated_loop import SHARED_DECODING, speed_at
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.plan import Allowed, is_faster, plan
@@ -59,8 +59,7 @@ def test_nothing_is_stale_and_the_work_is_counted() -> None:
 
 def test_a_shared_gpu_gains_less_than_its_measured_speeds_allow() -> None:
     assert 1.0 < gain(replace(H200, share_gpu=True), SINGLE) < 1.19
-    speeds = SharedDevice()
-    assert [round(speed_at(speeds.decoding, n), 3) for n in (1, 8, 36, 64, 128)] == [0.59, 0.59, 0.525, 0.46, 0.46]
+    assert [round(speed_at(SHARED_DECODING, n), 3) for n in (1, 8, 36, 64, 128)] == [0.59, 0.59, 0.525, 0.46, 0.46]
 
 
 @pytest.mark.parametrize("mode", ["partial", "partial+elevator", "on-policy", "on-policy+planned", "cohort-at-once"])

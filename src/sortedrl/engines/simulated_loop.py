@@ -6,7 +6,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from sortedrl.core.rollout import Rollout
@@ -18,6 +18,10 @@ from sortedrl.engines.episodes import EpisodeOf, remembered_episodes
 from sortedrl.engines.virtual_time import VirtualTimeEngine
 
 Speeds = tuple[tuple[float, float], ...]  # (running requests, fraction of the speed with the device alone), ascending
+# While engine and learner use one GPU. Measured on one H200: decode graphs of an 8B shape beside large GEMMs in a green
+# context of 96 of 132 SMs.
+SHARED_DECODING: Speeds = ((8, 0.59), (64, 0.46))
+SHARED_LEARNER: Speeds = ((8, 0.60), (64, 0.66))
 Result = TypeVar("Result")
 
 
@@ -139,17 +143,6 @@ def simulated_environments(
     return SimulatedEnvironments(engine, step)
 
 
-@dataclass(frozen=True)
-class SharedDevice:
-    """How fast decoding and the learner are while both use one GPU.
-
-    Measured on one H200: decode graphs of an 8B shape beside large GEMMs in a green context of 96 of 132 SMs.
-    """
-
-    decoding: Speeds = ((8, 0.59), (64, 0.46))
-    learner: Speeds = ((8, 0.60), (64, 0.66))
-
-
 def speed_at(speeds: Speeds, running: float) -> float:
     """Linear between the measured points, constant outside of them."""
     place = bisect_right(speeds, (running, float("inf")))
@@ -164,20 +157,17 @@ class SimulatedLearner:
     some rollouts with the device alone."""
 
     def __init__(
-        self,
-        engine: VirtualTimeEngine,
-        seconds_of: Callable[[Sequence[Rollout]], float],
-        shared: SharedDevice | None = None,
+        self, engine: VirtualTimeEngine, seconds_of: Callable[[Sequence[Rollout]], float], *, shares_gpu: bool = False
     ) -> None:
         self._engine = engine
         self._seconds_of = seconds_of
-        self._shared = shared
+        self._shares_gpu = shares_gpu
         self._began = self._ends = engine.now()
         self._speed = 1.0  # in the work that it does
 
     def takes_part(self, running: int, slots: int) -> bool:
         replicas = self._engine.replicas
-        return not self.is_working and (self._shared is None or is_draining(running // replicas, slots // replicas))
+        return not self.is_working and (not self._shares_gpu or is_draining(running // replicas, slots // replicas))
 
     @property
     def is_working(self) -> bool:
@@ -191,10 +181,9 @@ class SimulatedLearner:
 
     def start(self, rollouts: Sequence[Rollout], version: int) -> None:
         self._began = self._engine.now()
-        if self._shared is not None:
-            decoding = self._shared.decoding
-            self._speed = speed_at(self._shared.learner, self._engine.running / self._engine.replicas)
-            self._engine.slow_down(lambda running: speed_at(decoding, running))
+        if self._shares_gpu:
+            self._speed = speed_at(SHARED_LEARNER, self._engine.running / self._engine.replicas)
+            self._engine.slow_down(partial(speed_at, SHARED_DECODING))
         self._ends = self._began + self._seconds_of(rollouts) / self._speed
 
     def wait(self) -> None:

@@ -33,7 +33,7 @@ from sortedrl.engines.lengths import (
 from sortedrl.engines.routing import even_split
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
-from sortedrl.engines.simulated_loop import SharedDevice, SimulatedLearner, SimulatedScorer, simulated_environments
+from sortedrl.engines.simulated_loop import SimulatedLearner, SimulatedScorer, simulated_environments
 from sortedrl.engines.simulated_pool import SimulatedPool
 from sortedrl.engines.step_time import PRESETS, StepTime
 from sortedrl.engines.virtual_time import VirtualTimeEngine
@@ -267,7 +267,6 @@ class ControllerRun:
         self.engine, self._streamed = simulated_engine(workload), StreamedWork(workload)
         strategy = strategy_named(schedule.mode)
         wants_stream = workload.stream or (workload.separate_learner and not schedule.overlap)
-        shared = SharedDevice() if workload.share_gpu else None
         prompts = SimulatedPrompts(workload.prompts, workload.prompt_tokens, workload.first_prompt)
         self.controller = Controller(
             self.engine,
@@ -283,7 +282,7 @@ class ControllerRun:
             # A bound method: Python calls it three times as fast as an object.
             log=EventLog(self._metrics.__call__, *sinks),
             max_updates=max_updates,
-            stream_to=SimulatedLearner(self.engine, self._streamed.seconds, shared)
+            stream_to=SimulatedLearner(self.engine, self._streamed.seconds, shares_gpu=workload.share_gpu)
             if wants_stream and strategy.can_stream
             else None,
         )
