@@ -80,6 +80,7 @@ def linear(
     return StepTime(((0, fixed), (128, fixed + 128 * per_request)), per_cached_token, per_prefill_token, source)
 
 
+_H200_8B = ((1, 0.0050), (16, 0.0051), (32, 0.0054), (64, 0.0056), (128, 0.0068))
 _A100_8B = ((1, 0.0097), (32, 0.0109), (64, 0.0112), (128, 0.0132), (256, 0.0195), (512, 0.0347))
 _H100_7B = ((1, 0.0056), (32, 0.0058), (64, 0.0059), (128, 0.0064), (256, 0.0092), (512, 0.0120))
 
@@ -87,8 +88,12 @@ PRESETS: dict[str, StepTime] = {
     "memory-bound": linear(1.0, 1 / 128, source="t = 1 + r/128, prefill free"),
     "compute-bound": linear(0.164, 1 / 128, source="t = 0.164 + r/128, prefill free"),
     # How close it is: docs/my_lengths.md
-    "h200-8b": replace(
-        linear(0.005, 3e-5, 2.5e-8, 2e-5, source="approximately vLLM 0.25.1, LLaMA-3.1-8B shape, one H200"),
+    "h200-8b": StepTime(
+        _H200_8B,
+        3e-8,
+        2.7e-5,
+        source="mean of two profiles, vLLM 0.25.1, LLaMA-3.1-8B shape, one H200",
+        prefill_tokens_per_step=2048,
         measured_to=128,
     ),
     "a100-8b": StepTime(
