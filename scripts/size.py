@@ -15,12 +15,12 @@ READ_FIRST = ("rollout", "schedule", "buffer", "ledger", "engine_reports", "cont
 READ_FIRST += ("strategies/base", "strategies/paper", "strategies/ours")
 CAN_WAIT = {"checkpoint", "turns", "streaming", "events"}
 BOUNDS = {
-    "lines of src": 41_050,
-    "lines of core": 5_149,
+    "lines of src": 40_040,
+    "lines of core": 5_134,
     "lines of the reading path": 3_285,
-    "lines of tests": 39_720,
+    "lines of tests": 39_540,
     "lines of the longest file in src": 450,
-    "words of docs": 29_400,
+    "words of docs": 27_000,
     "lines of README": 90,
 }
 
