@@ -192,7 +192,7 @@ class EngineBase(Engine):
     inside_seconds: float | None = None  # total time in the inference library's own code; the rest is overhead
     copies_weights: bool = False  # it never sees the learner's weights: `publish` without weights is an error
     has_own_device: bool = False  # the learner may compute while it generates, as beside the client of a server
-    deliver_to: Callable[[Callable[[Sequence[Change]], None]], None] | None = None  # of servers/base.py
+    deliver_to: Callable[[Callable[[Sequence[Change]], None]], None] | None = None  # in place of `poll`: for a pool
 
     @property
     def is_available(self) -> bool:

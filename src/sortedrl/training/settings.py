@@ -307,7 +307,7 @@ def _shared_device(settings: TrainSettings, key: str, other_fix: str = "") -> Co
 def _check_streaming(settings: TrainSettings) -> None:
     check_can_stream(strategy_named(settings.mode))
     if settings.engine in IN_THIS_PROCESS and settings.stream_sms is None:
-        share = ", or set stream_sms in a TOML file (docs/engines.md)" * (settings.engine == "vllm")
+        share = ", or set stream_sms in a TOML file (docs/trainer.md)" * (settings.engine == "vllm")
         raise _shared_device(settings, "stream", share)
     try:
         require_streamable(learner_settings_from(settings, settings.mode))
