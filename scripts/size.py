@@ -18,7 +18,7 @@ BOUNDS = {
     "lines of src": 40_040,
     "lines of core": 5_134,
     "lines of the reading path": 3_285,
-    "lines of tests": 39_630,
+    "lines of tests": 39_660,
     "lines of the longest file in src": 450,
     "words of docs": 27_000,
     "lines of README": 90,

@@ -1,7 +1,11 @@
-"""Simulated numbers that README.md and docs/concepts.md state: they are what the simulator gives today."""
+"""Numbers that README.md and docs/concepts.md state: measured ones are those of the raw files, simulated ones what the
+simulator gives today."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,25 @@ def rows_under(page: str, header: str) -> list[list[str]]:
     first = lines.index(header) + 2
     table = lines[first : next(place for place in range(first, len(lines)) if not lines[place].startswith("|"))]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_readme_s_measured_table_is_that_of_the_raw_files() -> None:
+    files = sorted((ROOT / "benchmarks" / "measured" / "h200-8b").glob("end_to_end_nine*.jsonl"))
+    command = [sys.executable, str(ROOT / "benchmarks" / "end_to_end_table.py"), *map(str, files)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    header = "| schedule | trained tokens/s | gain | bubble | mean staleness |"
+    modes = ("baseline", "partial", "partial+elevator", "partial+elevator:reuse")
+    for mode, (_, *stated) in zip(modes, rows_under("README.md", header), strict=True):
+        (row,) = [line for line in printed.splitlines() if line.split()[0] == mode]
+        found = re.search(r"(\d+) +([\d.]+ x).* ([\d.]+)% +[\d.]+% +([\d.]+) +[\d.]+$", row)
+        assert found is not None
+        tokens, gain, bubble, staleness = found.groups()
+        assert stated == [
+            f"{int(tokens):,}",
+            gain,
+            f"{float(bubble):.0f} %",
+            f"{float(staleness):.1f}".replace("0.0", "0"),
+        ]
 
 
 def reference(mode: str, *, expectation: str = "cold", reuse_kv_cache: bool = False) -> RunMetrics:
