@@ -174,3 +174,8 @@ SERVER = {"engine": "vllm-server", "engine_urls": ("http://127.0.0.1:1",)}
 def test_overlap_that_cannot_work_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         TrainSettings(overlap=True, **settings).check()
+
+
+def test_rewards_that_are_shuffled_per_update_are_not_streamed() -> None:
+    with pytest.raises(ConfigurationError, match="shuffled when an update is complete"):
+        TrainSettings(**SERVER, mode="baseline", stream=True, shuffle_rewards=True).check()

@@ -16,15 +16,13 @@ pytest.importorskip("msgspec", reason="msgspec is not installed: pip install '.[
 
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.credentials import Credentials
+from sortedrl.engines.servers.messages import Malformed
 
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 EVENTS = [b'data: {"n": 1}\n\n', b': a comment\n\ndata: {"n": 2}\r\n\r\n', b"data: [DONE]\n\n"]
 
 
-def chunked(parts: list[bytes]) -> bytes:
-    return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*parts, b""])
-
-
-def answered(response: bytes, use: Callable[[ServerConnection], Any], tls: ssl.SSLContext | None = None) -> Any:
+def answered(response: bytes, use: Callable[[ServerConnection], Any], certificate: Path | None = None) -> Any:
     """What `use` makes of a connection to a server that sends this response, one byte at a time."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -35,6 +33,9 @@ def answered(response: bytes, use: Callable[[ServerConnection], Any], tls: ssl.S
         writer.close()
 
     async def both() -> Any:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if certificate else None
+        if tls is not None and certificate is not None:
+            tls.load_cert_chain(certificate)
         server = await asyncio.start_server(serve, "localhost", 0, ssl=tls)
         port = server.sockets[0].getsockname()[1]
         async with server:
@@ -56,26 +57,21 @@ def certificate(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_server_with_a_known_certificate_is_called_over_tls(
-    certificate: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_known_certificate_is_accepted(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(certificate)
-    response = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 8\r\n\r\n{"a": 1}'
-    assert answered(response, lambda server: server.call("GET", "/"), tls) == {"a": 1}
+    response = HEAD + b'Content-Length: 8\r\n\r\n{"a": 1}'
+    assert answered(response, lambda server: server.call("GET", "/"), certificate) == {"a": 1}
 
 
 def test_a_server_with_an_unknown_certificate_gets_nothing(certificate: Path) -> None:
-    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(certificate)
     with pytest.raises(NotReached, match="certificate"):
-        answered(b"", lambda server: server.call("GET", "/"), tls)
+        answered(b"", lambda server: server.call("GET", "/"), certificate)
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_events_arrive_whole_from_a_stream_in_single_bytes(is_chunked: bool) -> None:
-    how, body = (b"Transfer-Encoding: chunked\r\n", chunked(EVENTS)) if is_chunked else (b"", b"".join(EVENTS))
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [*EVENTS, b""])
+    how, body = (b"Transfer-Encoding: chunked\r\n", chunks) if is_chunked else (b"", b"".join(EVENTS))
     taken: list[bytes] = []
     early = b"HTTP/1.1 100 Continue\r\n\r\n"
     response = early + b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n" + how + b"\r\n" + body
@@ -89,7 +85,13 @@ def test_events_arrive_whole_from_a_stream_in_single_bytes(is_chunked: bool) -> 
 
 
 def test_a_response_that_breaks_off_is_an_error() -> None:
-    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
     for rest in (b"Content-Length: 9\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", b""):
         with pytest.raises(OSError, match="closed the connection"):
-            answered(head + rest, lambda server: server.call("GET", "/"))
+            answered(HEAD + rest, lambda server: server.call("GET", "/"))
+
+
+def test_a_wrong_length_is_an_invalid_message() -> None:
+    lengths = [b"Content-Length: %s\r\n\r\n{}" % wrong for wrong in (b"many", b"-5")]
+    for rest in (*lengths, *(b"Transfer-Encoding: chunked\r\n\r\n%s\r\n{}" % wrong for wrong in (b"long", b"-2"))):
+        with pytest.raises(Malformed, match="not a length"):
+            answered(HEAD + rest, lambda server: server.call("GET", "/"))

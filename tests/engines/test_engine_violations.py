@@ -86,8 +86,8 @@ def cut_short(change: Tokens) -> Tokens:
 
 
 VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
-    "a request that nobody knows": (after(RequestStarted, lambda c: RequestStarted(10**6, c.at)), None),
-    "tokens of one that nobody knows": (after(RequestStarted, lambda c: tokens(c._replace(id=-4), [-1.0])), None),
+    "an unknown request": (after(RequestStarted, lambda c: RequestStarted(10**6, c.at)), None),
+    "tokens of an unknown request": (after(RequestStarted, lambda c: tokens(c._replace(id=-4), [-1.0])), None),
     "an end twice": (after(RequestFinished, lambda c: c), None),
     "a failure after the end": (after(RequestFinished, lambda c: RequestFailed(c.id, c.at, "late")), None),
     "tokens after the end": (after(RequestFinished, lambda c: tokens(c, [-1.0])), None),

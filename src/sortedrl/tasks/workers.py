@@ -180,7 +180,7 @@ class Workers:
         return min(self._processes, key=_size)
 
     def _fresh_process(self) -> _Process | None:
-        """One that has served nobody; None if there are too many."""
+        """One that has served no owner; None if there are too many."""
         for process in self._extra:
             if not process.instances:
                 process.drop_worker()

@@ -80,10 +80,8 @@ class RunFolder:
                     raise _exists_already(self.path) from None
                 self.path = _next_free(self.path)
             except OSError as error:
-                reason, fix = (
-                    f"the run folder cannot be made ({error.strerror})",
-                    "Name a folder that you may write to.",
-                )
+                fix = "Name a folder that you may write to."
+                reason = f"the run folder cannot be made ({error.strerror})"
                 raise ConfigurationError("out", str(self.path), reason, fix) from None
         self._take_lock(log)
         self.write("config.json", as_json(settings))

@@ -291,12 +291,8 @@ def _check_overlap(settings: TrainSettings) -> None:
     if settings.engine in IN_THIS_PROCESS:
         raise _shared_device(settings, "overlap")
     if settings.max_staleness is None:
-        raise ConfigurationError(
-            "overlap",
-            settings.overlap,
-            "if the learner is slower than the engine, finished rollouts would go stale without bound",
-            "Set --max-staleness too, for example 4.",
-        )
+        reason = "tokens that are sampled while the learner steps are stale: a bound must say how stale they may be"
+        raise ConfigurationError("overlap", True, reason, "Set --max-staleness too, for example 4.")
 
 
 def _shared_device(settings: TrainSettings, key: str, other_fix: str = "") -> ConfigurationError:
@@ -306,6 +302,9 @@ def _shared_device(settings: TrainSettings, key: str, other_fix: str = "") -> Co
 
 def _check_streaming(settings: TrainSettings) -> None:
     check_can_stream(strategy_named(settings.mode))
+    if settings.shuffle_rewards:
+        reason = "rewards are shuffled when an update is complete, and the learner would have used them before"
+        raise ConfigurationError("stream", True, reason, "Leave out stream or shuffle_rewards.")
     if settings.engine in IN_THIS_PROCESS and settings.stream_sms is None:
         share = ", or set stream_sms in a TOML file (docs/trainer.md)" * (settings.engine == "vllm")
         raise _shared_device(settings, "stream", share)

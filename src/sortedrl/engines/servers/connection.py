@@ -12,14 +12,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-import msgspec
-
 from sortedrl.engines.servers.credentials import Credentials
-from sortedrl.engines.servers.messages import Malformed, Refused, reason_of, retry_after
+from sortedrl.engines.servers.messages import Malformed, Refused, msgspec, reason_of, retry_after
 
 PATIENCE_SECONDS = 30.0  # timeout of a connection and of a short request
 _LONGEST_HEAD = 1 << 16  # bytes
@@ -161,7 +159,7 @@ class _ResponseProtocol(asyncio.Protocol):
         for future in (self.head, self._ended):
             if not future.done():
                 future.set_result(None) if error is None else future.set_exception(error)
-                future.exception()  # there may be nobody left to see it
+                future.exception()  # the caller may have gone
 
     def _take_head(self) -> None:
         head, found, rest = self._rest.partition(b"\r\n\r\n")
@@ -183,7 +181,7 @@ class _ResponseProtocol(asyncio.Protocol):
         if self._is_chunked or self.status in _NO_BODY:
             self._left = 0
         elif (length := self.headers.get("content-length")) is not None:
-            self._left = int(length)
+            self._left = _length(length, 10)
         self.head.set_result(None)
         if not self._is_chunked and self._left == 0:
             self._end()
@@ -210,14 +208,22 @@ class _ResponseProtocol(asyncio.Protocol):
                 line, place = data[place:end], end + 2
                 if not line:  # the end of the chunk before
                     continue
-                self._left = int(line.partition(b";")[0], 16)
-                if self._left <= 0:
+                self._left = _length(line.partition(b";")[0].decode("latin-1").strip(), 16)
+                if self._left == 0:
                     return self._end()
             part = data[place : place + self._left]
             place += len(part)
             self._left -= len(part)
             if self._consume(part):
                 return self._end()
+
+
+def _length(text: str, base: int) -> int:
+    """Of a body or a chunk. Raises Malformed."""
+    with suppress(ValueError):
+        if text.isalnum():  # no sign
+            return int(text, base)
+    raise Malformed(f"this is not a length: {text!r}")
 
 
 class _Events:

@@ -111,7 +111,7 @@ class _LoopThread:
         try:
             self.loop.run_forever()
         finally:
-            for user in list(self.users):  # a callback raised SystemExit: nobody would hear of it
+            for user in list(self.users):  # a callback raised SystemExit, which no engine would notice
                 user.end("the engine's thread has ended")
             self.loop.close()  # and with it three file descriptors
 

@@ -20,7 +20,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.install_hint import install_hint
 
 try:
-    import msgspec
+    import msgspec as msgspec  # others of this package import it from here, so that its absence has one message
 except ImportError:
     raise ConfigurationError("msgspec", None, "it is not installed", f"{install_hint('http')}.") from None
 

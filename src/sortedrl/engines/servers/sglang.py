@@ -24,8 +24,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
@@ -39,6 +37,7 @@ from sortedrl.engines.servers.messages import (
     Refused,
     ServerEvent,
     TokenId,
+    msgspec,
     parsed,
     reason_of,
     whole_number,

@@ -27,8 +27,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
@@ -41,6 +39,7 @@ from sortedrl.engines.servers.messages import (
     Refused,
     ServerEvent,
     TokenId,
+    msgspec,
     parsed,
 )
 from sortedrl.engines.servers.requests import Sent
