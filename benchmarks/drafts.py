@@ -3,15 +3,22 @@
     python benchmarks/drafts.py run --out OUT [--shape 8b] [--stop-after 480] [--rows plain:baseline ...]
     python benchmarks/drafts.py table --out OUT            what was measured beside what the simulator predicts
 
-A row is `when[ACCEPTANCE]:mode`, for example `always2.0:baseline` or `never:partial+elevator@oracle:reuse`:
+A row is `[drafter/]when[ACCEPTANCE]:mode`, for example `eagle3/always2.0:baseline` or `never:partial+elevator:reuse`:
 
 - `plain`: an engine without speculative_config;
 - `never`, `tail`, `always`: an engine with a drafter that drafts in no step, in those with so few running requests that
-  it pays by the profile, or in all. One engine serves all of them: its drafter and its acceptance are switched.
+  it pays by the profile, or in all. One engine serves all of them: its drafter and its acceptance are switched;
+- `eagle3/...`: vLLM's drafter with a head of random weights in the shape of published ones (shapes/*-eagle3). It keeps
+  asynchronous scheduling, the newer model runner and full CUDA graphs of steps with drafts. `eagle3/free2.0`: the head
+  does not run and the drafts are those of an earlier step, for what a drafter without any cost would give;
+- `ngram_gpu/always2.0`: vLLM's drafter without weights. It keeps asynchronous scheduling only. Random tokens never
+  repeat, so where it finds nothing it is made to draft token 0, after its search;
+- without a drafter: a class of our own (`custom_class`), which keeps none of them.
 
 All weights are random, so acceptance is vLLM's synthetic one, geometric over the drafted tokens with the given mean of
 tokens per step. Response lengths are forced; the same prompts and lengths in every row of a mode. On a CPU, where vLLM
-has no synthetic acceptance, hardly a draft is accepted: a trial of the script alone (--shape tiny).
+has no synthetic acceptance, hardly a draft is accepted, and requests fail with drafts at wrong temperatures: a trial of
+the script alone (--shape tiny).
 
 Profiles of both engines are measured first. Every row is appended to OUT/drafts.jsonl as soon as it exists. A row that
 does not fit in the time that is left, by its prediction, is left out.
@@ -24,7 +31,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +41,7 @@ import torch
 from end_to_end_workload import GIB, HERE, SHAPES, Mode, Shape, schedule_of, workload_of
 
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.draft_time import pays_up_to, with_drafts
+from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.speculative import DraftCounts, RepeatLast
 from sortedrl.engines.step_time import StepTime
@@ -48,34 +56,36 @@ DRAFT_TOKENS = 3
 BASELINE, PLANNED, ELEVATOR = "baseline", "on-policy+planned@oracle", "partial+elevator@oracle:reuse"
 ROWS = (  # the most valuable first
     *(f"plain:{mode}" for mode in (BASELINE, ELEVATOR, PLANNED)),
-    *(f"{when}:{BASELINE}" for when in ("always2.0", "never", "tail2.0")),
-    *(f"{when}:{ELEVATOR}" for when in ("always2.0", "never")),
-    *(f"{when}:{PLANNED}" for when in ("always2.0", "never")),
-    *(f"{when}:{BASELINE}" for when in ("always1.5", "always2.5", "tail1.5", "tail2.5")),
-    *(f"{when}:{ELEVATOR}" for when in ("tail2.0", "always1.5", "always2.5")),
-    *(f"{when}:{PLANNED}" for when in ("tail2.0", "always1.5", "always2.5")),
+    *(f"eagle3/always2.0:{mode}" for mode in (BASELINE, PLANNED, ELEVATOR)),
+    *(f"eagle3/{when}:{BASELINE}" for when in ("always1.5", "always2.5", "free2.0", "tail1.5")),
+    f"ngram_gpu/always2.0:{BASELINE}",
 )
 SLACK = 1.1  # times the predicted seconds of a row
+END_TO_END_UPDATES = 5
+# Of each engine, in this order; a guess for the last two.
+START_SECONDS = {"plain": 80, "drafts": 40, "eagle3": 80, "ngram_gpu": 110}
 
 
 @dataclass(frozen=True)
 class Row:
     name: str
-    when: str  # plain, never, tail or always
+    engine: str  # plain, drafts (our own class), eagle3 or ngram_gpu
+    when: str  # plain, never, tail, always or free
     acceptance: float  # tokens per request and step with drafts; 1 without
     mode: Mode
 
     @classmethod
     def parsed(cls, text: str) -> Row:
-        match = re.fullmatch(r"(plain|never|(tail|always)([\d.]+)):(.+)", text)
+        match = re.fullmatch(r"(?:(eagle3|ngram_gpu)/)?(plain|never|(tail|always|free)([\d.]+)):(.+)", text)
         if match is None:
-            raise SystemExit(f"--rows {text}: use plain:MODE, never:MODE, tail2.0:MODE or always2.0:MODE")
-        first, when, acceptance, mode = match.groups()
-        return cls(text, when or first, float(acceptance or 1.0), Mode.parsed(mode))
+            raise SystemExit(f"--rows {text}: use plain:MODE, never:MODE, tail2.0:MODE or eagle3/always2.0:MODE")
+        drafter, first, when, acceptance, mode = match.groups()
+        engine = "plain" if first == "plain" else drafter or "drafts"
+        return cls(text, engine, when or first, float(acceptance or 1.0), Mode.parsed(mode))
 
 
 class Measured:
-    """The results in a folder: two profiles, and a line per row."""
+    """The results in a folder: a profile per engine, and a line per row."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rows_file = folder, folder / "drafts.jsonl"
@@ -84,7 +94,7 @@ class Measured:
         return self.folder / f"profile-{engine}.json"
 
     def profile(self, engine: str) -> Profile:
-        """Of the engine `plain` or `drafts`. Without drafts, the earlier one of the 8B shape can stand in."""
+        """Of an engine. Without drafts, the earlier one of the 8B shape can stand in."""
         path = self.profile_path(engine)
         earlier = SHAPES["8b"].profile
         if engine == "plain" and not path.exists() and earlier is not None:
@@ -121,15 +131,25 @@ def work_of(shape: Shape, row: Row, updates: int, seed: int) -> tuple[Workload, 
 
 
 def step_time_of(row: Row, measured: Measured, shape: Shape) -> StepTime:
-    if row.when == "plain":
-        return measured.profile("plain").step_time()
-    known = measured.profile("drafts")
-    if row.when == "never":
-        return known.step_time()
-    times = known.step_time(), known.drafted_step_time()
+    if row.when in ("plain", "never"):
+        return without_drafts(row.engine, measured)
+    times = times_of(row, measured)
     return with_drafts(
         *times, row.acceptance, "tail" if row.when == "tail" else "always", shape.slots, context_of(shape)
     )
+
+
+def times_of(row: Row, measured: Measured) -> tuple[StepTime, StepTime]:
+    """Of steps without and with drafts."""
+    without = without_drafts(row.engine, measured)
+    if row.when == "free":  # not measured apart: the simulator's model of a drafter without a profile
+        return without, checking_drafts(without, DRAFT_TOKENS)
+    return without, measured.profile(row.engine).drafted_step_time()
+
+
+def without_drafts(engine: str, measured: Measured) -> StepTime:
+    """vLLM's own drafters are timed with drafts only: the engine without a drafter stands in."""
+    return measured.profile(engine if engine == "drafts" else "plain").step_time()
 
 
 def context_of(shape: Shape) -> float:
@@ -139,7 +159,7 @@ def context_of(shape: Shape) -> float:
 
 def predicted(row: Row, measured: Measured, shape: Shape, updates: int, seed: int) -> dict[str, float]:
     workload, schedule = work_of(shape, row, updates, seed)
-    kv_tokens = measured.profile("plain" if row.when == "plain" else "drafts").kv_tokens
+    kv_tokens = measured.profile(row.engine).kv_tokens
     timed = replace(workload, step_time=step_time_of(row, measured, shape), kv_tokens=kv_tokens)
     found = simulated.run(timed, schedule, max_updates=updates)
     return {"kept": found.kept, "goodput": found.goodput, "bubble": found.bubble, "seconds": found.seconds}
@@ -165,6 +185,7 @@ class Bench:
         self.options, self.shape = options, shaped(options.shape, options.scale)
         self.measured = Measured(options.out)
         self.began = time.perf_counter()
+        self.profiled: set[str] = set()
         self.on_gpu = torch.cuda.is_available()
         self.max_length = self.shape.prompt_tokens + self.shape.max_response_tokens
 
@@ -186,22 +207,38 @@ class Bench:
             max_num_batched_tokens=self.shape.prefill_tokens_per_step,
             kv_cache_memory_bytes=int(self.shape.kv_gib * GIB),
             **({"gpu_memory_utilization": 0.3} if self.on_gpu else {"enforce_eager": True}),
-            **({"speculative_config": self.speculative_config()} if name == "drafts" else {}),
+            **({} if name == "plain" else {"speculative_config": self.speculative_config(name)}),
         )
-        for most_running in (0, engine.slots) if name == "drafts" else ():
-            engine.drafter.most_running = most_running
+        if name == "ngram_gpu":
+            engine._core.collective_rpc(draft_without_match)
+        for most_running in (0, engine.slots) if name == "drafts" else (engine.slots,):
+            self.draft_up_to(engine, name, most_running)
             warm_up(engine, engine.info().vocabulary, self.max_length)
         warm_up(engine, engine.info().vocabulary, self.max_length)
         self.log(f"engine {name} started and warmed up in {self.seconds() - began:.0f} s")
-        self.measured.append(kind="start", engine=name, machine=machine(), seconds=self.seconds() - began)
+        config = engine._llm.vllm_config
+        self.measured.append(
+            kind="start",
+            engine=name,
+            machine=machine(),
+            seconds=self.seconds() - began,
+            async_scheduling=bool(config.scheduler_config.async_scheduling),
+            model_runner=engine._core.collective_rpc(lambda worker: type(worker.model_runner).__module__)[0],
+            cudagraph_mode=str(config.compilation_config.cudagraph_mode),
+        )
         return engine
 
-    def speculative_config(self) -> dict[str, Any]:
-        config = {
-            "method": "custom_class",
-            "model": f"{RepeatLast.__module__}.{RepeatLast.__name__}",
-            "num_speculative_tokens": DRAFT_TOKENS,
-        }
+    def speculative_config(self, name: str) -> dict[str, Any]:
+        own = {"method": "custom_class", "model": f"{RepeatLast.__module__}.{RepeatLast.__name__}"}
+        eagle3 = {"method": "eagle3", "model": str(HERE / "shapes" / f"{self.shape.folder}-eagle3")}
+        config = {"drafts": own, "eagle3": eagle3}.get(name, {"method": name})
+        config |= {"num_speculative_tokens": DRAFT_TOKENS}
+        if name == "eagle3":
+            from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+            # Published heads have an output layer of their own, of fewer tokens. vLLM learns that from the names of
+            # weights, and dummy weights have none: then the head would use the larger one of the policy.
+            Eagle3LlamaForCausalLM.has_own_lm_head = True
         if not self.on_gpu:
             return config
         rates = [0.5 ** (n + 1) for n in range(DRAFT_TOKENS)]  # replaced before every row
@@ -219,6 +256,14 @@ class Bench:
 
         engine._core.collective_rpc(accept)
 
+    def draft_up_to(self, engine: VllmEngine, name: str, most_running: int) -> None:
+        """From the next step on. vLLM's own drafters still run in steps whose drafts are not used."""
+        if name == "drafts":
+            engine.drafter.most_running = most_running
+        elif name == "eagle3":
+            tokens = (DRAFT_TOKENS if running <= most_running else 0 for running in range(1, engine.slots + 1))
+            engine._scheduler.dynamic_sd_lookup = None if most_running >= engine.slots else [0, *tokens]
+
     def profile(self, engine: VllmEngine, name: str) -> None:
         slots, vocabulary = engine.slots, engine.info().vocabulary
         levels = sorted({1, *(max(1, slots // part) for part in (16, 8, 4, 2)), slots - 1})
@@ -226,16 +271,17 @@ class Bench:
         cells = [(running, context) for context in contexts for running in levels]
         steps = 48 if self.on_gpu else 16
         draft_cells: list[Cell] = []
-        if name == "drafts":
+        if name != "plain":
             self.accept(engine, 1.0)
             untimed = [cell for cell in cells if cell[1] == contexts[0]]  # kernels are compiled for each batch size
             measure(engine, untimed, vocabulary, steps=steps, repeats=1, first_place=2 * FIRST_PLACE_OF_DRAFTS)
             draft_cells = measure(
                 engine, cells, vocabulary, steps=steps, repeats=1, first_place=FIRST_PLACE_OF_DRAFTS,
-                drafter=engine.drafter,
+                drafter=engine.drafter if name == "drafts" else None,
             )  # fmt: skip
-            engine.drafter.most_running = 0
-        plain = measure(engine, cells, vocabulary, steps=steps, repeats=1)
+        timed = name in ("plain", "drafts")  # see without_drafts
+        self.draft_up_to(engine, name, 0 if timed else engine.slots)
+        plain = measure(engine, cells, vocabulary, steps=steps, repeats=1) if timed else draft_cells
         found = Profile(
             engine="vllm",
             model=self.shape.folder,
@@ -246,7 +292,7 @@ class Bench:
             kv_tokens=engine.info().kv_tokens,
             weight_update_seconds=None,
             machine=machine(),
-            draft_tokens=DRAFT_TOKENS if name == "drafts" else 0,
+            draft_tokens=0 if name == "plain" else DRAFT_TOKENS,
             draft_cells=tuple(draft_cells),
         )
         found.write(self.measured.profile_path(name))
@@ -261,16 +307,24 @@ class Bench:
         if self.seconds() + SLACK * said["seconds"] > self.options.stop_after:
             self.log(f"{row.name}: left out, it would take about {said['seconds']:.0f} s")
             return
-        drafter = engine.drafter
-        if drafter is not None:
+        most_running, counts = None, DraftCounts()
+        if row.engine != "plain":
+            most_running = self.most_running(row)
+            if row.when == "tail" and most_running in (0, self.shape.slots):
+                self.log(f"{row.name}: left out, drafts pay up to {most_running} running requests")
+                return
+        self.log(f"{row.name}: predicted {said['kept']:,.0f} tok/s, bubble {said['bubble']:.1%}")
+        self.measured.append(kind="prediction", row=row.name, **said)
+        if most_running is not None:
             self.accept(engine, row.acceptance)
-            drafter.most_running = self.most_running(row)
-            drafter.counts = DraftCounts()
+            self.draft_up_to(engine, row.engine, most_running)
+            count_steps(engine, counts)
+        if row.engine == "eagle3":
+            engine._core.collective_rpc(head_switch(runs=row.when != "free"))
         engine.kv_cache_reuse = KVCacheReuse(keep=row.mode.reuse_kv_cache)
         began = self.seconds()
         found = bench.run(engine, workload, schedule, engine.info().vocabulary, max_updates=self.options.updates)
         passed = self.seconds() - began
-        counts = None if drafter is None else asdict(drafter.counts)
         self.measured.append(
             kind="row",
             row=row.name,
@@ -278,41 +332,89 @@ class Bench:
             scale=self.options.scale,
             updates=self.options.updates,
             seed=self.options.seed,
-            most_running=None if drafter is None else drafter.most_running,
+            most_running=most_running,
             wall_seconds=passed,
             metrics=found,
-            drafts=counts,
+            drafts=None if most_running is None else asdict(counts),
         )
         self.log(
             f"{row.name}: {found['kept']:,.0f} tok/s in {passed:.1f} s (predicted {said['kept']:,.0f}), "
-            f"bubble {found['bubble']:.1%}"
+            f"bubble {found['bubble']:.1%}, {found['failures']} failures, {per_step(asdict(counts))} tokens per step"
         )
 
     def most_running(self, row: Row) -> int:
         if row.when != "tail":
-            return self.shape.slots if row.when == "always" else 0
-        known = self.measured.profile("drafts")
-        times = known.step_time(), known.drafted_step_time()
+            return 0 if row.when == "never" else self.shape.slots
+        times = times_of(row, self.measured)
         return pays_up_to(*times, row.acceptance, self.shape.slots, context_of(self.shape))
 
     def run_all(self, rows: Sequence[Row]) -> None:
-        for name, some in by_engine(rows):
+        for name in START_SECONDS:
+            left = [row for row in rows if row.engine == name]
+            while left and self.seconds() + START_SECONDS[name] < self.options.stop_after:
+                left = self.run_some(name, left)
+            for row in left:
+                self.log(f"{row.name}: left out, there is no time to start its engine")
+
+    def run_some(self, name: str, rows: list[Row]) -> list[Row]:
+        """Start an engine and run the rows. After a failure the engine is in an unknown state: what is left to run."""
+        try:
             engine = self.start(name)
-            if self.options.profiles or not self.measured.profile_path(name).exists():
+            if name not in self.profiled and (self.options.profiles or not self.measured.profile_path(name).exists()):
                 self.profile(engine, name)
-            for row in some:
-                try:
-                    self.run(engine, row)
-                except Exception as error:  # the rows so far are on disk, and the next one may run
-                    self.log(f"{row.name} failed: {type(error).__name__}: {error}")
-                    self.measured.append(kind="failed", row=row.name, error=f"{type(error).__name__}: {error}")
-            engine.close()
+                self.profiled.add(name)
+        except Exception as error:
+            self.failed(f"engine {name}", error)
+            return []
+        left = list(rows)
+        try:
+            while left:
+                row = left.pop(0)
+                self.run(engine, row)
+        except Exception as error:
+            self.failed(row.name, error)
+        engine.close()
+        return left
+
+    def failed(self, what: str, error: Exception) -> None:
+        traceback.print_exc()
+        self.log(f"{what} failed: {type(error).__name__}: {error}")
+        self.measured.append(kind="failed", row=what, error=f"{type(error).__name__}: {error}")
 
 
-def by_engine(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    for name, is_plain in (("plain", True), ("drafts", False)):
-        if some := [row for row in rows if (row.when == "plain") == is_plain]:
-            yield name, some
+def count_steps(engine: VllmEngine, counts: DraftCounts) -> None:
+    """Count the tokens of each step from now on. Only a drafter of our own could tell."""
+
+    def take(outputs: Sequence[Any]) -> list[Any]:
+        counts.add([output.new_token_ids for output in outputs])
+        return VllmEngine._take(engine, outputs)
+
+    engine._take = take  # type: ignore[method-assign]
+
+
+def head_switch(*, runs: bool) -> Callable[[Any], None]:
+    """For vLLM's newer model runner: whether the head of eagle3 runs. If not, the last drafts are proposed again."""
+
+    def switch(worker: Any) -> None:
+        speculator = getattr(worker.model_runner, "speculator", None)
+        if runs:
+            vars(speculator or worker).pop("propose", None)
+        else:
+            speculator.propose = lambda batch, *_, **__: speculator.draft_tokens[: batch.num_reqs]
+
+    return switch
+
+
+def draft_without_match(worker: Any) -> None:
+    """vLLM's ngram_gpu searches as always, and drafts token 0 where it has found nothing."""
+    drafter = worker.model_runner.drafter
+    search = drafter.propose
+
+    def propose(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        drafts, found = search(*arguments, **named)
+        return drafts.clamp(min=0), torch.full_like(found, DRAFT_TOKENS)
+
+    drafter.propose = propose
 
 
 # The table
@@ -339,12 +441,36 @@ def table(measured: Measured) -> str:
     return "\n".join(lines)
 
 
+def end_to_end_table(measured: Measured) -> str:
+    """What these step times give with a learner on the same GPU: the workload and the learner of end_to_end.py."""
+    lines: list[str] = []
+    plain: dict[str, float] = {}  # updates per hour by mode; rows without drafts come first
+    for line in [line for line in measured.rows() if line["kind"] == "row"]:
+        row, shape = Row.parsed(line["row"]), SHAPES[line["shape"]]
+        if (speed := shape.learner_tokens_per_second) is None:
+            return ""
+        schedule = schedule_of(shape, row.mode, line["seed"])
+        timed = replace(
+            workload_of(shape, row.mode, END_TO_END_UPDATES, line["seed"]),
+            step_time=step_time_of(row, measured, shape),
+            kv_tokens=measured.profile(row.engine).kv_tokens,
+            weight_update_seconds=0.3,
+            learner_seconds_per_token=1 / speed,
+            learner_seconds_per_update=schedule.rollouts_needed * shape.prompt_tokens / speed,
+        )
+        rate = simulated.run(timed, schedule, max_updates=END_TO_END_UPDATES).updates_per_hour
+        gain = rate / plain.setdefault(row.name.partition(":")[2], rate)
+        lines.append(f"{row.name:48} {rate:7.1f} updates per hour {gain:8.2f}")
+    head = f"simulated end to end, median {shape.median_length:.0f}, limit {shape.max_response_tokens}:"
+    return "\n".join([head, *lines])
+
+
 def per_step(drafts: dict[str, Any] | None) -> str:
     """Tokens per request and step, over all steps."""
     if drafts is None:
         return f"{'-':>8}"
     rows = sum(int(running) * steps for running, steps in drafts["steps"].items())
-    return f"{sum(drafts['tokens'].values()) / rows:8.2f}"
+    return f"{sum(drafts['tokens'].values()) / max(1, rows):8.2f}"
 
 
 def arguments() -> argparse.Namespace:
@@ -365,7 +491,8 @@ def main() -> int:
     options = arguments()
     if options.command == "run":
         Bench(options).run_all([Row.parsed(text) for text in options.rows])
-    text = table(Measured(options.out))
+    measured = Measured(options.out)
+    text = f"{table(measured)}\n\n{end_to_end_table(measured)}".strip()
     print(text)
     (options.out / "drafts.txt").write_text(text + "\n", encoding="utf-8")
     return 0
