@@ -86,6 +86,7 @@ def tokens_of_a_run(updates: int, seed: int, *, rounded_weights: bool) -> list[T
         slots=SLOTS,
         eos_token_ids={int(tokenizer.eos_token_id)},
         max_length=256 + TOKEN_LIMIT,
+        tokenizer=tokenizer,
     )
     task = task_by_name("knights_and_knaves:mixed", count=600)
     prompts = Prompts(encode(task.train(), tokenizer, 256).prompts, seed=seed)

@@ -110,6 +110,7 @@ def sampled(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task_nam
         slots=64,
         eos_token_ids={int(tokenizer.eos_token_id)},
         max_length=256 + TOKEN_LIMIT,
+        tokenizer=tokenizer,
     )
     rollouts = {
         i * SAMPLES + j: Rollout(i * SAMPLES + j, prompt, j, 0, derive_seed(0, i, j), 0)

@@ -250,8 +250,8 @@ def test_train_has_at_most_40_flags_and_keeps_the_common_ones() -> None:
 def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:
     done = sortedrl("train", "--dry-run", "--json", *config_file(tmp_path, clip_low=0.1))
     assert json.loads(done.stdout)["settings"]["clip_low"] == 0.1
-    done = sortedrl("train", *config_file(tmp_path, truncated_rollouts="drop"))
-    assert "truncated_rollouts = 'drop'" in done.stderr and "Its meaning: how responses that a" in done.stderr
+    done = sortedrl("train", *config_file(tmp_path, aggregation="mean"))
+    assert "aggregation = 'mean'" in done.stderr and "Its meaning: what the sum over tokens is divided" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,7 @@ BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
     "a flag of vLLM": ("simulate --max-num-seqs 64", ["no such flag: --max-num-seqs.", "use --slots"]),
     "a flag of TRL": ("train --num-generations=4", ["use --rollouts-per-prompt"]),
     "a flag of TRL for a rare setting": ("train --num-train-epochs 2", ["set epochs in a TOML file"]),
+    "a flag of TRL for the loss": ("train --loss-type dapo", ["set aggregation in a TOML file"]),
     "a folder without a run": ("simulate --lengths .", ["lengths = '.'", "it has no events.jsonl"]),
     "a trace without a run": ("trace", ["there is no run"]),
     "a word too many": ("train stray", ["no such argument: stray."]),

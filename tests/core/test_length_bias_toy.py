@@ -66,6 +66,7 @@ def length_bias(
     ("algorithm", "advantage_baseline", "expected"),
     [
         ("reinforce++", "batch", 0.32),
+        ("reinforce++", "cohort_so_far", 0.16),
         ("reinforce++", "previous_cohorts", 0.0),
         ("reinforce++", "group", 0.0),
         ("grpo", "group", 0.0),

@@ -71,6 +71,8 @@ def watch(**setting: Any) -> RejectionWatch:
         (Sampling, "temperature", ("1", None, True), NUMBER),
         (Sampling, "temperature", (-0.1, NAN, INF), "Set it to a number of 0 or more"),
         (Sampling, "top_p", (0, 1.1, NAN), "Set it to a number above 0 and up to 1"),
+        (Sampling, "stop_strings", ("stop", None), "not a tuple. Pass a tuple"),
+        (Sampling, "stop_strings", ((1,), ("",)), "an element is not a string, or empty"),
         (Sampling, "ignore_eos", ("False", None), SWITCH),
         (simulated, "slots", (1.5, 4.0, "4", True, None), WHOLE),
         (simulated, "kv_tokens", (1.5, "9", NAN), WHOLE),
@@ -97,4 +99,4 @@ def test_prompts_and_sampling_take_numbers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     state = prompts(epochs=numpy.int64(2), seed=numpy.int64(3), shuffle=numpy.bool_(True)).state()
     assert json.loads(json.dumps(state)) == prompts(epochs=2, seed=3).state()
-    assert Sampling(temperature=numpy.float32(0.5)) == Sampling(0.5)
+    assert Sampling(temperature=numpy.float32(0.5), stop_strings=["x"]) == Sampling(0.5, stop_strings=("x",))  # type: ignore[arg-type]

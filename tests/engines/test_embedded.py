@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.configuration import ConfigurationError
@@ -358,6 +360,67 @@ def test_end_of_sequence_ends_and_is_part_of_the_response() -> None:
     assert ended > 2
 
 
+def letters_tokenizer() -> Any:
+    """Token n is the n-th letter; 26 and up are pairs."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = [*letters, *(a + b for a in "abcde" for b in "vwxyz"), *"ABCDEFGHIJ"]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+
+
+def test_stop_strings_end_with_the_token_that_completes_one() -> None:
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    asked = random_requests(10, seed=10, longest=150)
+    free = completed(engine_of(model), asked)
+    text = {id: tokenizer.decode(free.tokens(id)) for id in free.finished}
+    cut_from = max(text, key=lambda id: len(text[id]))
+    strings = (text[cut_from][20:23], text[cut_from][60:62])
+    engine = engine_of(model, tokenizer=tokenizer)
+    ledger = completed(
+        engine, [request(r.id, r.prompt.tokens, r.max_new_tokens, r.seed, stop_strings=strings) for r in asked]
+    )
+    for id in free.finished:
+        tokens = free.tokens(id)
+        prefixes = (tokens[:n] for n in range(1, len(tokens) + 1))
+        expected = next((p for p in prefixes if any(s in tokenizer.decode(p) for s in strings)), tokens)
+        assert ledger.tokens(id) == expected
+    assert not ledger.finished[cut_from]
+
+
+def test_a_stop_string_that_is_completed_at_the_limit_is_no_truncation() -> None:
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    free = completed(engine_of(model), [request(0, [1, 2, 3], 6, seed=3)])
+    stops = request(0, [1, 2, 3], 6, seed=3, stop_strings=(tokenizer.decode(free.tokens(0)),))
+    ledger = completed(engine_of(model, tokenizer=tokenizer), [stops])
+    assert ledger.tokens(0) == free.tokens(0) and (free.finished, ledger.finished) == ({0: True}, {0: False})
+
+
+def test_a_stop_string_may_begin_in_kept_tokens() -> None:
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    asked = request(0, [1, 2, 3], 40, seed=3)
+    free = completed(engine_of(model), [asked]).tokens(0)
+    string = tokenizer.decode(free[9:11])
+    kept = Segment(free[:10], [-1.0] * 10, 0)
+    engine = engine_of(model, tokenizer=tokenizer)
+    begun = Request(0, asked.prompt, (kept,), 30, asked.seed, Sampling(stop_strings=(string,)))
+    assert completed(engine, [begun]).tokens(0) == free[10:11]
+
+
+@pytest.mark.parametrize(("turn", "observation"), [("ab", "qIJ"), ("abIJ", "q")])
+def test_a_stop_string_in_an_earlier_turn_does_not_end_this_one(turn: str, observation: str) -> None:
+    """Neither one that the environment wrote, nor one that ended the turn before it."""
+    model, tokenizer = model_of("Llama"), letters_tokenizer()
+    before, observed = (tokenizer.convert_tokens_to_ids(list(text)) for text in (turn, observation))
+    prefix = (Segment(before, [-1.0] * len(before), 0), Segment(observed, [0.0] * len(observed), ENVIRONMENT))
+    asked = Request(0, Prompt("0", [1, 2, 3]), prefix, 6, seed=3)
+    free = completed(engine_of(model), [asked]).tokens(0)
+    assert len(free) == 6 and "IJ" not in tokenizer.decode(free)
+    strings = ("IJ", "\u00e9" * 8)  # after the second, which is long and not ASCII, every token is looked at
+    engine = engine_of(model, tokenizer=tokenizer)
+    assert completed(engine, [asked._replace(sampling=Sampling(stop_strings=strings))]).tokens(0) == free
+
+
 def test_max_length_bounds_prompt_and_response_together() -> None:
     ledger = completed(engine_of(model_of("Llama"), max_length=20), [request(0, [1] * 12, 50)])
     assert len(ledger.tokens(0)) == 8
@@ -403,6 +466,11 @@ def test_a_token_that_the_model_does_not_have_costs_its_request_only() -> None:
     ledger = completed(engine_of(model_of("Llama")), [*answered, request(3, [1, VOCABULARY], 5), request(4, [2], 5)])
     assert set(ledger.failed) == {0, 2, 3} and set(ledger.finished) == {1, 4}
     assert ledger.failed[0].startswith(f"an answer of the environment has token id {VOCABULARY}, but the vocabulary")
+
+
+def test_stop_strings_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine_of(model_of("Llama")).submit([request(0, [1], 5, stop_strings=("x",))])
 
 
 def test_the_registry_keeps_the_name_of_a_wrong_setting() -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[dev]'")
 
@@ -24,7 +26,7 @@ from small_models import VOCABULARY, model_of
 from sortedrl.core import UNCHANGED, Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, EngineSpec, RequestPreempted, RequestStarted, Tokens
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines import settings as engine_settings
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.forced_lengths import ForcedLengths
@@ -160,6 +162,27 @@ def test_names_are_not_prefixes_of_each_other() -> None:
     ledger.abort([0])
     ledger.run()
     assert sorted(ledger.finished) == list(range(1, 12)) and not ledger.failed
+
+
+def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+    ledger = Ledger(engine_at(stand_in(), tokenizer=tokenizer))
+    ledger.submit([endless(0, 40, temperature=0.0)])
+    ledger.run()
+    reference = ledger.tokens(0)
+    pair = tokenizer.decode(reference[:2])
+    request = Request(1, ledger.submitted[0].prompt, (), 40, 0, Sampling(temperature=0.0, stop_strings=(pair,)))
+    kept = Segment(reference[:1], [0.0], 0)
+    ledger.submit([request, request._replace(id=2, prefix=(kept,), max_new_tokens=39)])
+    ledger.run()
+    assert ledger.tokens(1) == reference[:2] and ledger.tokens(2) == reference[1:2]
+    assert ledger.finished[1] is False and ledger.finished[2] is False
+    turn, answer = Segment([1, 2], [0.0] * 2, 0), Segment([9], [0.0], ENVIRONMENT)
+    looks_at_every_token = Sampling(temperature=0.0, stop_strings=("w1 w2", "\u00e9" * 8))
+    ledger.submit([Request(3, request.prompt, (turn, answer), 5, 0, looks_at_every_token)])
+    ledger.run()
+    assert len(ledger.tokens(3)) == 5, "the string is in an earlier turn"
 
 
 def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

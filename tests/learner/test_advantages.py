@@ -16,6 +16,7 @@ from sortedrl.learner.advantages import (
     CohortStatistics,
     Moments,
     explained_variance,
+    generalized_advantages,
     group_indices,
     grpo_advantages,
     normalized,
@@ -75,12 +76,19 @@ def batches_of(cohort_sizes: list[int], seed: int = 0) -> list[tuple[torch.Tenso
     ]
 
 
-def test_batch_is_its_formula() -> None:
-    statistics = CohortStatistics()
+def test_batch_and_cohort_so_far_are_their_formulas() -> None:
+    seen: dict[int, list[float]] = {}
+    so_far, batch_only = CohortStatistics(), CohortStatistics()
     for rewards, cohorts in batches_of([8, 5, 9]):
-        found, statistics = normalized(rewards, cohorts, "batch", statistics)
-        mean, deviation = stats.mean(rewards.tolist()), stats.stdev(rewards.tolist())
-        assert found.tolist() == pytest.approx([(reward - mean) / deviation for reward in rewards.tolist()], abs=1e-5)
+        by_batch, batch_only = normalized(rewards, cohorts, "batch", batch_only)
+        by_cohort, so_far = normalized(rewards, cohorts, "cohort_so_far", so_far)
+        cohort = int(cohorts[0])
+        seen.setdefault(cohort, []).extend(rewards.tolist())
+        for index, reward in enumerate(rewards.tolist()):
+            of_batch = (reward - stats.mean(rewards.tolist())) / stats.stdev(rewards.tolist())
+            of_cohort = (reward - stats.mean(seen[cohort])) / stats.stdev(seen[cohort])
+            assert by_batch[index].item() == pytest.approx(of_batch, abs=1e-5)
+            assert by_cohort[index].item() == pytest.approx(of_cohort, abs=1e-5)
 
 
 def test_previous_cohorts_pool_the_newest_and_are_constant_within_a_cohort() -> None:
@@ -225,6 +233,27 @@ def test_statistics_survive_their_state_dict() -> None:
         _, statistics = normalized(rewards, cohorts, "previous_cohorts", statistics)
         statistics = replace(statistics, complete=int(cohorts[0]))
     assert CohortStatistics.from_state_dict(statistics.state_dict()) == statistics
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_is_its_definition_over_the_sampled_tokens(gamma: float, gae_lambda: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(4, 9, generator=generator), torch.randn(4, 9, generator=generator)
+    mask = torch.rand(4, 9, generator=generator) < 0.7
+    mask[0, 5:] = False
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma, gae_lambda)
+    for row in range(4):
+        places = [t for t in range(9) if mask[row, t]]
+        for order, t in enumerate(places):
+            expected = 0.0
+            for steps, later in enumerate(places[order:]):
+                following = places[order + steps + 1 : order + steps + 2]
+                next_value = values[row, following[0]].item() if following else 0.0
+                surprise = rewards[row, later].item() + gamma * next_value - values[row, later].item()
+                expected += (gamma * gae_lambda) ** steps * surprise
+            assert advantages[row, t].item() == pytest.approx(expected, abs=1e-5)
+            assert returns[row, t].item() == pytest.approx(expected + values[row, t].item(), abs=1e-5)
+    assert not advantages[~mask].any() and not returns[~mask].any()
 
 
 def test_explained_variance_ends() -> None:

@@ -17,14 +17,17 @@ from sortedrl.learner.losses import (
     PolicyLoss,
     effective_sample_fraction,
     kl_k3,
+    loss_normalizer,
     policy_loss,
     selected_logprobs,
+    token_weights,
 )
-from sortedrl.learner.settings import OffPolicyCorrection
+from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
 from sortedrl.learner.update_metrics import GradientCosine
 
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
 CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "cispo", "mask", "decoupled"]
+LEVELS: list[RatioLevel] = ["token", "sequence"]
 
 
 def random_policies(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -39,23 +42,31 @@ def random_policies(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tens
     return new.requires_grad_(), behavior, proximal, advantages, mask
 
 
-def loss_of(off_policy_correction: OffPolicyCorrection, *tensors: Tensor) -> PolicyLoss:
+def loss_of(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> PolicyLoss:
     clip: dict[str, Any] = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH, "cap": CAP}
-    return policy_loss(*tensors, off_policy_correction=off_policy_correction, **clip)
+    return policy_loss(*tensors, off_policy_correction=off_policy_correction, level=level, **clip)
 
 
-def direct_loss(off_policy_correction: OffPolicyCorrection, *tensors: Tensor) -> Tensor:
+def direct_loss(off_policy_correction: OffPolicyCorrection, level: RatioLevel, *tensors: Tensor) -> Tensor:
     """Token by token on scalars, with autograd only through the new log-probability."""
     new, behavior, proximal, advantages, mask = tensors
     out = torch.zeros_like(new)
     for b in range(new.shape[0]):
-        for t in [t for t in range(new.shape[1]) if mask[b, t]]:
+        places = [t for t in range(new.shape[1]) if mask[b, t]]
+
+        def ratio(top: Tensor, bottom: Tensor, t: int, b: int = b, places: list[int] = places) -> Tensor:
+            if level == "token":
+                return torch.exp(top[b, t] - bottom[b, t])
+            return torch.exp(sum((top[b, u] - bottom[b, u] for u in places), torch.tensor(0.0)) / len(places))
+
+        for t in places:
             if off_policy_correction == "cispo":
-                weight = min(torch.exp(new - behavior)[b, t].item(), CAP)
+                weight = min(ratio(new, behavior, t).item(), CAP)
+                pushes = new[b, t] if level == "token" else new[b, places].mean()
                 # the value of a policy gradient's surrogate is free; it is chosen as -weight x advantage
-                out[b, t] = -weight * advantages[b, t] * (1 + new[b, t] - new[b, t].detach())
+                out[b, t] = -weight * advantages[b, t] * (1 + pushes - pushes.detach())
                 continue
-            r = torch.exp(new - (proximal if off_policy_correction == "decoupled" else behavior))[b, t]
+            r = ratio(new, proximal if off_policy_correction == "decoupled" else behavior, t)
             a = advantages[b, t]
             if a > 0:
                 surrogate = r * a if r < 1 + CLIP_HIGH else (1 + CLIP_HIGH) * a
@@ -65,17 +76,18 @@ def direct_loss(off_policy_correction: OffPolicyCorrection, *tensors: Tensor) ->
             if off_policy_correction == "mask" and not 1 / CAP <= r.item() <= CAP:
                 weight = 0.0
             if off_policy_correction == "decoupled":
-                weight = min(torch.exp(proximal - behavior)[b, t].item(), CAP)
+                weight = min(ratio(proximal, behavior, t).item(), CAP)
             out[b, t] = -weight * surrogate
     return out
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("off_policy_correction", CORRECTIONS)
-def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorrection) -> None:
+def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorrection, level: RatioLevel) -> None:
     tensors = random_policies()
     weights = torch.rand(5, 7, generator=torch.Generator().manual_seed(9))
-    ours = loss_of(off_policy_correction, *tensors).loss_bt
-    direct = direct_loss(off_policy_correction, *tensors)
+    ours = loss_of(off_policy_correction, level, *tensors).loss_bt
+    direct = direct_loss(off_policy_correction, level, *tensors)
     assert torch.allclose(ours, direct, atol=1e-5)
     (gradient,) = torch.autograd.grad((ours * weights).sum(), tensors[0])
     (expected,) = torch.autograd.grad((direct * weights).sum(), tensors[0])
@@ -85,7 +97,7 @@ def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorre
 
 def test_the_example_has_every_case_of_clipping() -> None:
     new, behavior, proximal, advantages, mask = random_policies()
-    result = loss_of("ppo_clip", new, behavior, proximal, advantages, mask)
+    result = loss_of("ppo_clip", "token", new, behavior, proximal, advantages, mask)
     high, low = result.ratio_bt > 1 + CLIP_HIGH, result.ratio_bt < 1 - CLIP_LOW
     gains = advantages > 0
     assert result.clipped_bt[high & gains & mask].all() and (high & gains & mask).any()
@@ -93,10 +105,13 @@ def test_the_example_has_every_case_of_clipping() -> None:
     assert not result.clipped_bt[(low & gains) | (high & ~gains) | ~mask].any()
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("off_policy_correction", CORRECTIONS)
-def test_on_policy_every_treatment_is_the_plain_policy_gradient(off_policy_correction: OffPolicyCorrection) -> None:
+def test_on_policy_every_treatment_is_the_plain_policy_gradient(
+    off_policy_correction: OffPolicyCorrection, level: RatioLevel
+) -> None:
     new, _, _, advantages, mask = random_policies()
-    result = loss_of(off_policy_correction, new, new.detach(), new.detach(), advantages, mask)
+    result = loss_of(off_policy_correction, level, new, new.detach(), new.detach(), advantages, mask)
     assert torch.equal(result.ratio_bt[mask], torch.ones_like(result.ratio_bt[mask]))
     assert torch.equal(result.weight_bt[mask], torch.ones_like(result.weight_bt[mask]))
     assert not result.clipped_bt.any()
@@ -106,15 +121,15 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(off_policy_corre
 
 def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
     new, behavior, _, advantages, mask = random_policies()
-    plain = loss_of("ppo_clip", new, behavior, behavior, advantages, mask).loss_bt
-    assert torch.equal(loss_of("decoupled", new, behavior, behavior, advantages, mask).loss_bt, plain)
+    plain = loss_of("ppo_clip", "token", new, behavior, behavior, advantages, mask).loss_bt
+    assert torch.equal(loss_of("decoupled", "token", new, behavior, behavior, advantages, mask).loss_bt, plain)
 
 
 def test_an_absurd_ratio_stays_finite() -> None:
     new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     behavior, advantages, mask = torch.tensor([[-500.0, -500.0]]), torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool()
     for off_policy_correction in CORRECTIONS:
-        loss = loss_of(off_policy_correction, new, behavior, new.detach(), advantages, mask).loss_bt
+        loss = loss_of(off_policy_correction, "token", new, behavior, new.detach(), advantages, mask).loss_bt
         (gradient,) = torch.autograd.grad(loss.sum(), new)
         assert loss.isfinite().all() and gradient.isfinite().all()
 
@@ -142,6 +157,22 @@ def test_k3_is_never_negative_and_keeps_its_digits_for_small_gaps() -> None:
     exact = gap.double().expm1() - gap.double()
     large = gap.abs() > 1e-4
     torch.testing.assert_close(estimate[large].double(), exact[large], rtol=5e-3, atol=0.0)
+
+
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
+def test_weights_sum_to_the_aggregation(aggregation: Aggregation) -> None:
+    *_, mask = random_policies()
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
+    rows = [[values[b, t].item() for t in range(7) if mask[b, t]] for b in range(5)]
+    trained = [row for row in rows if row]
+    expected = {
+        "constant": sum(sum(row) for row in rows) / 100.0,
+        "token_mean": sum(sum(row) for row in rows) / sum(len(row) for row in rows),
+        "sequence_mean": sum(sum(row) / len(row) for row in trained) / len(trained),
+    }[aggregation]
+    summed = (values * token_weights(mask, aggregation)).sum().item()
+    found = summed / loss_normalizer(mask, aggregation, 100.0)
+    assert found == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -45,9 +45,10 @@ def rollouts() -> list[Rollout]:
     return made
 
 
-def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: str) -> Tensor:
+def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: str, aggregation: str) -> Tensor:
     """Token by token, from the model's own logits on the whole context, without a mask: only policy tokens appear."""
     total = torch.tensor(0.0)
+    policy_tokens = sum(len(s) for r in batch for s in r.segments if not s.is_environment)
     for rollout in batch:
         group = torch.tensor([r.reward for r in batch if r.prompt.id == rollout.prompt.id])
         advantage = (rollout.reward - group.mean()) / (group.std() + 1e-4)  # type: ignore[operator]
@@ -63,17 +64,19 @@ def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: st
                     else:
                         losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
                 context.append(token)
-        total = total + torch.stack(losses).sum() / 50
+        weight = {"constant": 1 / 50, "token_mean": 1 / policy_tokens, "sequence_mean": 1 / len(losses) / len(batch)}
+        total = total + torch.stack(losses).sum() * weight[aggregation]
     return total
 
 
+@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sequence_mean"])
 @pytest.mark.parametrize("correction", ["ppo_clip", "cispo"])
-def test_the_gradient_is_the_hand_written_one(correction: Any) -> None:
-    settings: dict[str, Any] = {"algorithm": "grpo", "off_policy_correction": correction}
+def test_the_gradient_is_the_hand_written_one(correction: Any, aggregation: Any) -> None:
+    settings: dict[str, Any] = {"algorithm": "grpo", "off_policy_correction": correction, "aggregation": aggregation}
     learner = learner_with(tiny_model(1, **TWO_LAYERS), **settings, normalizer_tokens=50, max_grad_norm=NO_CLIPPING)
     policy = tiny_model(1, **TWO_LAYERS)
     found = gradients(learner, rollouts(), version=3)
-    reference_loss(policy, rollouts(), correction).backward()  # type: ignore[no-untyped-call]
+    reference_loss(policy, rollouts(), correction, aggregation).backward()  # type: ignore[no-untyped-call]
     assert_close(found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, 2e-5)
     metrics = learner.step(as_batch(rollouts(), 3))
     assert metrics["tokens_trained"] == sum(r.policy_length for r in rollouts())

@@ -21,15 +21,27 @@ GROUP = 3
 ROUNDING = 3e-6  # of the largest entry
 LEARNERS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "off_policy_correction": "ppo_clip"},
-    "grpo, KL": {"algorithm": "grpo", "kl_coefficient": 0.2},
-    "rloo, cispo": {"algorithm": "rloo", "off_policy_correction": "cispo"},
-    "rloo, mask": {"algorithm": "rloo", "off_policy_correction": "mask"},
+    "grpo, token_mean, KL": {"algorithm": "grpo", "aggregation": "token_mean", "kl_coefficient": 0.2},
+    "rloo, sequence_mean, cispo": {
+        "algorithm": "rloo",
+        "aggregation": "sequence_mean",
+        "off_policy_correction": "cispo",
+    },
+    "rloo, token_mean, mask": {"algorithm": "rloo", "aggregation": "token_mean", "off_policy_correction": "mask"},
     "reinforce++": {"algorithm": "reinforce++", "off_policy_correction": "decoupled"},
-    "reinforce++, KL, entropy": {"kl_coefficient": 0.1, "entropy_coefficient": 0.1},
-    "reinforce++, group": {"advantage_baseline": "group", "off_policy_correction": "cispo"},
-    "ppo": {"algorithm": "ppo", "critic_learning_rate": 1e-2},
-    "ppo, KL": {"algorithm": "ppo", "kl_coefficient": 0.1},
-    "masked": {"algorithm": "grpo", "truncated_rollouts": "masked"},
+    "reinforce++, sequence_mean, KL, entropy": {
+        "aggregation": "sequence_mean",
+        "kl_coefficient": 0.1,
+        "entropy_coefficient": 0.1,
+    },
+    "reinforce++, group": {"advantage_baseline": "group", "off_policy_correction": "cispo", "ratio_level": "sequence"},
+    "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "critic_learning_rate": 1e-2},
+    "ppo, token_mean, KL": {"algorithm": "ppo", "aggregation": "token_mean", "kl_coefficient": 0.1},
+    "masked": {
+        "algorithm": "grpo",
+        "aggregation": "token_mean",
+        "truncated_rollouts": "masked",
+    },
     "reinforce++, ESS": {"scale_learning_rate_by_ess": True, "gradient_cosine": True},
     "lora, KL": {"algorithm": "grpo", "lora_rank": 2, "kl_coefficient": 0.1},
 }
@@ -266,7 +278,7 @@ def test_an_error_drops_the_gradient_and_the_batch_can_be_repeated(monkeypatch: 
     ("changes", "message"),
     [
         ({"advantage_baseline": "batch"}, "advantage_baseline = batch: an advantage depends on the other rollouts"),
-        ({"advantage_baseline": "batch"}, "advantage_baseline = batch: an advantage depends"),
+        ({"advantage_baseline": "cohort_so_far"}, "advantage_baseline = cohort_so_far: an advantage depends"),
         ({"steps_per_update": 2}, "steps_per_update = 2: each step needs a mix of all rollouts"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from test_vllm_engine import BASE, TOLERANCE, engine_of
+from test_vllm_engine import BASE, TOLERANCE, Numbers, engine_of
 from vllm.v1.sample import rejection_sampler
 
 from sortedrl.core.configuration import ConfigurationError
@@ -68,7 +68,7 @@ def _repaired() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine(_repaired: None) -> Iterator[VllmEngine]:
-    made = engine_of(BUILT_IN_MODEL, 4, speculative_config=FORETOLD)
+    made = engine_of(BUILT_IN_MODEL, 4, speculative_config=FORETOLD, tokenizer=Numbers())
     yield made
     made.close()
 
@@ -136,6 +136,20 @@ def test_the_limit_holds_within_a_step(engine: VllmEngine, limit: int) -> None:
     ledger = run(engine, greedy(0, limit, ignore_eos=True))
     assert ledger.tokens(0) == expected[:limit] and ledger.finished == {0: True}
     assert len(ledger.logprobs(0)) == limit
+
+
+@pytest.mark.parametrize("place", range(4, 9))
+def test_a_stop_string_within_a_step_ends_the_response_there(engine: VllmEngine, place: int) -> None:
+    request = greedy(0, 30, ignore_eos=True)
+    expected = foretell(engine, request)
+    string = Numbers().decode(expected[place - 3 : place])
+    stops = replace(GREEDY, stop_strings=(string,))
+    first = next(n for n in range(3, 30) if expected[n - 3 : n] == expected[place - 3 : place])
+    ledger = run(engine, request._replace(sampling=stops))
+    if 2 in expected[:first]:
+        pytest.skip("EOS comes first")
+    assert ledger.tokens(0) == expected[:first] and ledger.finished == {0: False}
+    assert len(ledger.logprobs(0)) == first
 
 
 @pytest.mark.parametrize("place", range(4, 9))

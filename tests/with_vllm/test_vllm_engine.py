@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +240,40 @@ def test_what_vllm_cannot_take_fails_with_a_reason(tmp_path: Path) -> None:
     assert 3 in ledger.finished and {0, 1} <= set(ledger.failed)
     assert "raise it to at least 71" in ledger.failed[0] and "the prompt is empty" in ledger.failed[1]
     assert all(id in ledger.failed and "token id 9999" in ledger.failed[id] for id in (2, 4))
+    stops = Request(6, Prompt("6", good), (), 4, 6, Sampling(stop_strings=("x",)))
     twice = Request(5, Prompt("5", good), (), 4, 5)
-    with pytest.raises(ValueError, match="request 5"):
-        engine.submit([twice, twice])
+    for requests, reason in (([twice, stops], "tokenizer"), ([twice, twice], "request 5")):
+        with pytest.raises(ValueError, match=reason):
+            engine.submit(requests)
     assert engine.poll() == [], "none of them was taken"
+    engine.close()
+
+
+class Numbers:
+    """A tokenizer that writes token 7 as <7>."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return "".join(f"<{token}>" for token in tokens)
+
+    def batch_decode(self, many: Sequence[Sequence[int]], **_: Any) -> list[str]:
+        return [self.decode(tokens) for tokens in many]
+
+
+def test_a_stop_string_that_is_completed_at_the_limit_is_no_truncation() -> None:
+    engine = engine_of(BUILT_IN_MODEL, 2, tokenizer=Numbers())
+    asked = _greedy(Request(0, Prompt("0", [3, 4]), (), 4, 0))
+    free = Ledger(engine)
+    free.submit([asked])
+    free.run()
+    assert free.finished == {0: True}
+    stops = replace(asked.sampling, stop_strings=(Numbers().decode(free.tokens(0)),))
+    ledger = Ledger(engine)
+    ledger.submit([asked._replace(sampling=stops)])
+    ledger.run()
+    assert ledger.tokens(0) == free.tokens(0) and ledger.finished == {0: False}
     engine.close()
 
 

@@ -33,9 +33,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from sortedrl.core.configuration import checked_bool, checked_float
+from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Prompt, Segment
+from sortedrl.core.wording import kind_of
 
 
 class EngineDied(UserError, RuntimeError):
@@ -55,6 +56,7 @@ UNCHANGED = Unchanged.UNCHANGED
 class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
+    stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False  # always generate max_new_tokens: for benchmarks with fixed lengths
 
     def __post_init__(self) -> None:
@@ -62,7 +64,17 @@ class Sampling:
         top_p = checked_float("top_p", self.top_p, lambda p: 0 < p <= 1, "above 0 and up to 1")
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "top_p", top_p)
+        object.__setattr__(self, "stop_strings", _checked_stop_strings(self.stop_strings))
         object.__setattr__(self, "ignore_eos", checked_bool("ignore_eos", self.ignore_eos))
+
+
+def _checked_stop_strings(value: Any) -> tuple[str, ...]:
+    fix = 'Pass a tuple of strings, such as ("\\n\\n",).'
+    if not isinstance(value, list | tuple):  # of a string, each letter would be a stop string
+        raise ConfigurationError("stop_strings", value, f"this is {kind_of(value)}, not a tuple", fix)
+    if not all(isinstance(text, str) and text for text in value):
+        raise ConfigurationError("stop_strings", value, "an element is not a string, or empty", fix)
+    return tuple(value)
 
 
 class Request(NamedTuple):
@@ -86,6 +98,14 @@ class Request(NamedTuple):
     def continued(self, made: Segment) -> Request:
         """The rest of it, behind tokens that it has generated."""
         return self._replace(prefix=(*self.prefix, made), max_new_tokens=self.max_new_tokens - len(made))
+
+    @property
+    def turn_tokens(self) -> list[int]:
+        """The part of the prefix that belongs to the current turn: the tokens after the environment's last answer."""
+        tokens: list[int] = []
+        for segment in self.prefix:
+            tokens = [] if segment.is_environment else [*tokens, *segment.tokens]
+        return tokens
 
 
 class RequestStarted(NamedTuple):
@@ -232,7 +252,7 @@ class EngineSpec:
     max_length: int  # prompt plus response, in tokens
     eos_token_ids: frozenset[int] = frozenset()
     module: Any = None  # the PyTorch model; the embedded engine decodes with it, and shares it with the learner
-    tokenizer: Any = None  # of the model
+    tokenizer: Any = None  # for stop strings
     vocabulary: int | None = None
     urls: tuple[str, ...] = ()
     dtype: str | None = None

@@ -108,6 +108,7 @@ def _embedded(spec: EngineSpec) -> Engine:
             slots=spec.slots,
             eos_token_ids=spec.eos_token_ids,
             max_length=spec.max_length,
+            tokenizer=spec.tokenizer,
         )
     except UnsupportedModel as error:
         raise ConfigurationError("model", spec.model, str(error), "Or use --engine vllm.") from None
@@ -134,6 +135,7 @@ def _vllm(spec: EngineSpec) -> Engine:
             slots=spec.slots,
             eos_token_ids=spec.eos_token_ids,
             max_length=spec.max_length,
+            tokenizer=spec.tokenizer,
             **options,
         )
     except ImportError as error:
@@ -165,6 +167,7 @@ def _server(name: str, spec: EngineSpec) -> Engine:
                     url,
                     slots=slots,
                     eos_token_ids=spec.eos_token_ids,
+                    tokenizer=spec.tokenizer,
                     vocabulary=spec.vocabulary,
                     **spec.options,
                 )

@@ -12,7 +12,7 @@ scheduler after every step. Tokens are delivered when a request finishes or is a
 - **Seeds** cost one kernel launch per row, so they are used only with `seeded=True`. A resumed request then gets a new
   seed, because vLLM would replay the noise from position 0.
 - **Drafts** (`speculative_config`): a step may yield several tokens per request, each with its own log-probability
-  under the policy. What follows an EOS token or a limit within a step is dropped (speculative.py).
+  under the policy. What follows an EOS token, a limit or a stop string within a step is dropped (speculative.py).
 
 Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is created.
 """
@@ -45,6 +45,7 @@ from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal, require_empty, require_new
 from sortedrl.engines.speculative import check_speculative_config, own_drafter, require_exact_checks
+from sortedrl.engines.stop_strings import StopStrings, StopWatches
 from sortedrl.settings.install_hint import install_hint
 
 OLDEST_VLLM = (0, 25)
@@ -64,15 +65,33 @@ class _Inside:
     name: str
     request: Request
     prefix: list[int]
+    turn: list[int]  # the part of the prefix that belongs to the current turn
+    stop_strings: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    def add_several(self, tokens: list[int], logprobs: list[float]) -> None:
+        """The tokens of one step, up to the one that completes a stop string."""
+        if self.stop_strings is None:
+            self.tokens += tokens
+            self.logprobs += logprobs
+            return
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if self.ends_with_stop_string():
+                return
+
+    def ends_with_stop_string(self) -> bool:
+        assert self.stop_strings is not None
+        return bool(self.tokens) and self.stop_strings.completed_by_last(self.turn, self.tokens)
 
 
 class VllmEngine(EngineBase):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `options` are passed to vLLM's EngineArgs: gpu_memory_utilization, dtype, load_format, enforce_eager ...
-    `draft_up_to`: draft only while at most so many requests run.
+    `tokenizer` is only needed for stop strings. `draft_up_to`: draft only while at most so many requests run.
     """
 
     copies_weights = True
@@ -84,6 +103,7 @@ class VllmEngine(EngineBase):
         slots: int,
         eos_token_ids: Iterable[int],
         max_length: int,
+        tokenizer: Any = None,
         seeded: bool = False,
         enable_sleep_mode: bool = False,
         reuse_kv_cache: bool = False,
@@ -114,6 +134,7 @@ class VllmEngine(EngineBase):
         self._outputs: Sequence[Any] = ()  # of the last step
         self._followed: list[Any] = []  # vLLM's running batch at the last check
         self._unreported: list[Change] = []
+        self._stop_watches = StopWatches(tokenizer)
         self._llm = _started_vllm(
             model=model,
             max_num_seqs=slots,
@@ -138,6 +159,8 @@ class VllmEngine(EngineBase):
 
     def submit(self, requests: Sequence[Request]) -> None:
         require_new(requests, self._name_of)
+        for request in requests:
+            self._stop_watches.of(request)  # an error must not leave half of the requests in the engine
         self._require_weights()
         self._raise_if_dead()
         self._wake()
@@ -213,7 +236,8 @@ class VllmEngine(EngineBase):
         from vllm.inputs.engine import tokens_input
 
         self._made += 1
-        inside = _Inside(f"{request.id}-{self._made}", request, request.prefix_tokens)
+        name, watch = f"{request.id}-{self._made}", self._stop_watches.of(request)
+        inside = _Inside(name, request, request.prefix_tokens, request.turn_tokens, watch)
         context = [*request.prompt.tokens, *inside.prefix]
         tokens = tokens_input(context, cache_salt=self.kv_cache_reuse.salt(request, self.version))
         with self._in_vllm():
@@ -271,11 +295,10 @@ class VllmEngine(EngineBase):
                 inside.tokens.append(made[0])
                 inside.logprobs.append(output.new_logprobs.logprobs.item(0))
             elif made:
-                inside.tokens += made
-                inside.logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+                inside.add_several(made, output.new_logprobs.logprobs[:, 0].tolist())
             if output.prefill_stats is not None and inside.prefix:  # with the first token of a request
                 self.reused_kv_tokens += output.prefill_stats.num_cached_tokens
-            if output.finish_reason is not None:
+            if output.finish_reason is not None or (inside.stop_strings is not None and inside.ends_with_stop_string()):
                 ended.append(output)
         return ended
 
@@ -298,10 +321,11 @@ class VllmEngine(EngineBase):
 
     def _end(self, output: Any) -> None:
         inside = self._inside[output.request_id]
-        reason = str(output.finish_reason)
+        has_stopped = inside.stop_strings is not None and inside.ends_with_stop_string()  # maybe at its limit
+        reason = "stop" if has_stopped else str(output.finish_reason)
         self._deliver(inside)
         self._tell_drafter(inside, "finished")
-        self._remove([inside], abort=False)
+        self._remove([inside], abort=output.finish_reason is None)
         if reason in ("stop", "length"):
             self._unreported.append(RequestFinished(inside.request.id, self.now(), truncated=reason == "length"))
         else:

@@ -4,7 +4,7 @@ Invariant: a rollout's advantage must not depend on the update that its length p
 sorted by length, and long responses belong to hard prompts, which have lower rewards. So a baseline computed from the
 batch itself is lower for longer responses, and rewards length as such. `previous_cohorts` avoids this with one constant
 for all rollouts of a cohort, short and long; `group` by comparing responses to the same prompt. `batch` (the paper's)
-exists for comparison. The same applies to the first cohort: its reference must not come from its
+and `cohort_so_far` exist for comparison. The same applies to the first cohort: its reference must not come from its
 first batch, which is the shortest.
 
 Suffixes: `_b` one entry per rollout, `_n` one per value (a rollout, or a token of any rollout), `_bt` rollouts x
@@ -146,6 +146,7 @@ def normalized(
     """The values, centered and scaled, and the updated statistics.
 
     - `previous_cohorts`: by the reference of the value's cohort, a constant over that cohort.
+    - `cohort_so_far`: by all values of the cohort up to and including these.
     - `batch`: by these values alone.
     """
     cohorts = sorted(set(cohort_n.tolist()))
@@ -156,9 +157,11 @@ def normalized(
     out_n = torch.empty_like(values_n)
     for cohort in cohorts:
         members_n = cohort_n == cohort
-        against = after.reference(cohort)
+        against = after.reference(cohort) if advantage_baseline == "previous_cohorts" else after.seen[cohort]
         out_n[members_n] = (values_n[members_n] - against.mean) / against.std
-    return out_n.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS), after
+    if advantage_baseline == "previous_cohorts":
+        out_n = out_n.clamp(-MOST_DEVIATIONS, MOST_DEVIATIONS)
+    return out_n, after
 
 
 def group_indices(keys: Sequence[Hashable]) -> Tensor:
@@ -232,7 +235,7 @@ def reward_advantages(
         return grpo_advantages(rewards_b, group_b), statistics
     if algorithm == "rloo":
         return rloo_advantages(rewards_b, group_b), statistics
-    if advantage_baseline == "batch":
+    if advantage_baseline in ("batch", "cohort_so_far"):
         return normalized(rewards_b, cohort_b, advantage_baseline, statistics)
     compared_b = centered_on_group(rewards_b, group_b) if advantage_baseline == "group" else rewards_b
     advantages_b, after = normalized(compared_b, cohort_b, "previous_cohorts", statistics)
@@ -241,6 +244,27 @@ def reward_advantages(
         return advantages_b, after
     by_group_b = after.without_predecessor(cohort_b)
     return torch.where(by_group_b, grpo_advantages(rewards_b, group_b), advantages_b), after
+
+
+def generalized_advantages(
+    rewards_bt: Tensor, values_bt: Tensor, mask_bt: Tensor, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """GAE: advantages and returns per token, 0 outside the mask.
+
+    `values_bt` is the value of the state before each token. Only tokens sampled by the policy count as time steps.
+    The value after the last one is 0, also for a truncated rollout: its reward is final.
+    """
+    advantages_bt = torch.zeros_like(values_bt)
+    next_value_b = torch.zeros_like(values_bt[:, 0])
+    next_advantage_b = torch.zeros_like(next_value_b)
+    for t in reversed(range(values_bt.shape[1])):
+        surprise_b = rewards_bt[:, t] + gamma * next_value_b - values_bt[:, t]
+        advantage_b = surprise_b + gamma * gae_lambda * next_advantage_b
+        sampled_b = mask_bt[:, t]
+        next_advantage_b = torch.where(sampled_b, advantage_b, next_advantage_b)
+        next_value_b = torch.where(sampled_b, values_bt[:, t], next_value_b)
+        advantages_bt[:, t] = advantage_b * sampled_b
+    return advantages_bt, (advantages_bt + values_bt) * mask_bt
 
 
 def explained_variance(values_n: Tensor, returns_n: Tensor) -> float:

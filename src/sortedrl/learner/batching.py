@@ -38,7 +38,8 @@ class UpdateBatch:
     proximal_br: Tensor
     advantages_br: Tensor
     returns_br: Tensor
-    unscaled_br: Tensor  # with a critic: advantages before they are scaled
+    gae_br: Tensor  # with a critic: advantages before they are scaled
+    weights_br: Tensor  # weight of each token in the loss
 
     def __len__(self) -> int:
         return len(self.tokens_bt)
@@ -115,7 +116,8 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
         proximal_br=empty_br,
         advantages_br=empty_br,
         returns_br=empty_br,
-        unscaled_br=empty_br,
+        gae_br=empty_br,
+        weights_br=empty_br,
     )
     _check_logprobs(rollouts, batch)
     return batch

@@ -39,6 +39,7 @@ from sortedrl.learner.advantages import (
     CohortStatistics,
     Moments,
     explained_variance,
+    generalized_advantages,
     group_indices,
     normalized,
     require_groups,
@@ -46,7 +47,7 @@ from sortedrl.learner.advantages import (
     zero_variance,
 )
 from sortedrl.learner.batching import UpdateBatch, balanced_parts, overhead_tokens, sorted_micro_batches, update_batch
-from sortedrl.learner.losses import effective_sample_fraction, kl_k3, policy_loss
+from sortedrl.learner.losses import effective_sample_fraction, kl_k3, loss_normalizer, policy_loss, token_weights
 from sortedrl.learner.models import (
     COMPILED_WIDTH_MULTIPLE,
     TokenScorer,
@@ -262,8 +263,8 @@ class Learner:
         else:
             mask_br = batch.mask_br & trains_b[:, None]
             cohort_n = cohort_b[:, None].expand_as(mask_br)[mask_br]
-            advantages_n, statistics = normalized(batch.unscaled_br[mask_br], cohort_n, baseline, self._statistics)
-            advantages_br = scattered(advantages_n, mask_br)
+            gae_n, statistics = normalized(batch.gae_br[mask_br], cohort_n, baseline, self._statistics)
+            advantages_br = scattered(gae_n, mask_br)
         metrics = {
             "rollouts": float(len(batch)),
             "rollouts_trained": float(trains_b.sum()),
@@ -294,14 +295,18 @@ class Learner:
         return has_tokens_b & ~truncated_b if self.settings.truncated_rollouts == "masked" else has_tokens_b
 
     def _with_critic(self, rollouts: Sequence[Rollout], batch: UpdateBatch) -> UpdateBatch:
-        """The batch with what rewards exceed the values of the current critic by, token by token, if there is one."""
+        """The batch with GAE over the values of the current critic, if there is one."""
         if self.critic is None:
             return batch
         rewards_b, truncated_b = self._rewards(rollouts)
         mask_br = batch.mask_br & self._may_train(batch, truncated_b)[:, None]
         values_br = self._per_token(batch, mask_br.any(1).nonzero()[:, 0].tolist(), self.critic)
-        returns_br = rewards_b.float()[:, None] * mask_br  # nothing is discounted: the reward is that of every token
-        return replace(batch, unscaled_br=(returns_br - values_br) * mask_br, returns_br=returns_br)
+        last_b = mask_br.shape[1] - 1 - mask_br.flip(1).int().argmax(1)
+        rewards_br = torch.zeros_like(values_br).scatter_(1, last_b[:, None], rewards_b.float()[:, None])
+        gae_br, returns_br = generalized_advantages(
+            rewards_br, values_br, mask_br, self.settings.gamma, self.settings.gae_lambda
+        )
+        return replace(batch, gae_br=gae_br, returns_br=returns_br)
 
     def _plan(self, batch: UpdateBatch, rows: Sequence[int]) -> list[list[int]]:
         budget = self.settings.tokens_per_micro_batch
@@ -325,7 +330,7 @@ class Learner:
             if settings.steps_per_update > 1:
                 self._step_by_step(batch, warm, tally)
             else:
-                self._optimizer_step(warm, tally)
+                self._optimizer_step(batch, warm, tally)
             self.updates += 1
             metrics |= summary(tally, batch)
             ids = [so_far.rollouts[row].id for row in rows]
@@ -333,8 +338,8 @@ class Learner:
             if self._is_streamed_to:
                 metrics["streamed_fraction"] = so_far.streamed / len(so_far.rollouts)
             if self.critic is not None:
-                returns_n, missed_n = batch.returns_br[batch.mask_br], batch.unscaled_br[batch.mask_br]
-                metrics["explained_variance"] = explained_variance(returns_n - missed_n, returns_n)
+                returns_n, gae_n = batch.returns_br[batch.mask_br], batch.gae_br[batch.mask_br]
+                metrics["explained_variance"] = explained_variance(returns_n - gae_n, returns_n)
                 place = handed_out.place_in_cohort  # the quality of a critic may depend on length
                 metrics[f"explained_variance/harvest_{place}"] = metrics["explained_variance"]
         of_rewards = self.critic is None and settings.resolved_advantage_baseline != "group"
@@ -350,10 +355,11 @@ class Learner:
         for index, rows in enumerate(balanced_parts(batch.lengths_b.tolist(), self.settings.steps_per_update)):
             part = batch.select(rows)
             self._add_gradient(part, tally, first_step=index == 0)
-            self._optimizer_step(warm, tally)
+            self._optimizer_step(part, warm, tally)
 
     def _add_gradient(self, batch: UpdateBatch, tally: Tally, *, first_step: bool = True) -> None:
         """Add the gradient of these rollouts, which is not normalized yet."""
+        batch = replace(batch, weights_br=token_weights(batch.mask_br, self.settings.aggregation))
         for rows in self._plan(batch, range(len(batch))):
             with self.micro_batch_scope():
                 part = self._micro_batch(batch, rows)
@@ -382,6 +388,7 @@ class Learner:
             batch.advantages_br,
             mask_br,
             off_policy_correction=settings.off_policy_correction,
+            level=settings.ratio_level,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             cap=settings.importance_cap,
@@ -393,10 +400,10 @@ class Learner:
             kl_br = kl_k3(new_br, self._reference_logprobs(batch)) * mask_br
             loss_br = loss_br + settings.kl_coefficient * kl_br
             tally.kl_reference.append(kl_br[mask_br].detach())
-        loss_br.sum().backward()  # type: ignore[no-untyped-call]
+        (loss_br * batch.weights_br).sum().backward()  # type: ignore[no-untyped-call]
 
         if self.critic is not None:
-            critic_loss = 0.5 * (self.critic(batch) - batch.returns_br).square().sum()
+            critic_loss = 0.5 * ((self.critic(batch) - batch.returns_br).square() * batch.weights_br).sum()
             critic_loss.backward()
             tally.summed_critic_loss.append(critic_loss.detach())
         gap_br = (new_br.detach() - batch.behavior_br) * mask_br
@@ -408,7 +415,7 @@ class Learner:
         tally.entropy.append(entropy_br[mask_br].detach())
         tally.clipped.append(policy.clipped_bt[mask_br])
         tally.weight.append(policy.weight_bt[mask_br])
-        tally.summed_policy_loss.append(policy.loss_bt.detach().sum())
+        tally.summed_policy_loss.append((policy.loss_bt.detach() * batch.weights_br).sum())
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: UpdateBatch) -> Tensor:
@@ -416,9 +423,11 @@ class Learner:
         with self._adapted.disable_adapter() if self._adapted is not None else contextlib.nullcontext():
             return self._reference_scorer(batch)[0]
 
-    def _optimizer_step(self, warm: float, tally: Tally) -> None:
-        """A step with the gradient that was accumulated: normalized, then clipped; skipped if it is not finite."""
-        normalizer = self._normalizer_tokens / self.settings.steps_per_update
+    def _optimizer_step(self, batch: UpdateBatch, warm: float, tally: Tally) -> None:
+        """A step with the gradient of `batch`, which was accumulated: normalized, then clipped; skipped if it is not
+        finite."""
+        tokens = self._normalizer_tokens / self.settings.steps_per_update
+        normalizer = loss_normalizer(batch.mask_br, self.settings.aggregation, tokens)
         ess = effective_sample_fraction(torch.cat(tally.rollout_log_weight))
         scale = math.sqrt(ess) if self.settings.scale_learning_rate_by_ess else 1.0
         learning_rate = scale * warm * self.settings.learning_rate

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sortedrl.learner.settings import OffPolicyCorrection
+from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
 
 # exp(20) is beyond any meaningful ratio and still far from overflow.
 LARGEST_LOG_RATIO = 20.0
@@ -43,7 +43,11 @@ class PolicyLoss:
     clipped_bt: Tensor
 
 
-def ratio(log_ratio_bt: Tensor) -> Tensor:
+def ratio(log_ratio_bt: Tensor, mask_bt: Tensor, level: RatioLevel) -> Tensor:
+    """Token level: each token's own ratio. Sequence level: the geometric mean over the rollout's trained tokens."""
+    if level == "sequence":
+        tokens_b1 = mask_bt.sum(1, keepdim=True).clamp(min=1)
+        log_ratio_bt = ((log_ratio_bt * mask_bt).sum(1, keepdim=True) / tokens_b1).expand_as(log_ratio_bt)
     return log_ratio_bt.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
@@ -55,6 +59,7 @@ def policy_loss(
     mask_bt: Tensor,
     *,
     off_policy_correction: OffPolicyCorrection,
+    level: RatioLevel,
     clip_low: float,
     clip_high: float,
     cap: float,
@@ -70,13 +75,13 @@ def policy_loss(
         old_bt = new_bt.detach()
     else:
         old_bt = behavior_bt
-    ratio_bt = ratio(new_bt - old_bt)
+    ratio_bt = ratio(new_bt - old_bt, mask_bt, level)
     if off_policy_correction == "ppo_clip":
         weight_bt = torch.ones_like(behavior_bt)
     elif off_policy_correction == "mask":
         weight_bt = ((ratio_bt <= cap) & (ratio_bt >= 1.0 / cap)).to(behavior_bt.dtype)
     else:
-        weight_bt = ratio(old_bt - behavior_bt).clamp(max=cap)
+        weight_bt = ratio(old_bt - behavior_bt, mask_bt, level).clamp(max=cap)
     free_bt = ratio_bt * advantages_bt
     clipped_bt = ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_bt
     return PolicyLoss(
@@ -102,6 +107,31 @@ def kl_k3(new: Tensor, other: Tensor) -> Tensor:
     """A per-token estimate of KL(new || other) from tokens of `new`: never negative, low variance."""
     gap = (other - new).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return gap.expm1() - gap  # exp(gap) - 1 would round to fewer digits than a small gap has
+
+
+def token_weights(mask_bt: Tensor, aggregation: Aggregation) -> Tensor:
+    """The weight of each token in the summed loss, before the sum is divided by `loss_normalizer`; 0 outside the mask.
+
+    A rollout's weights depend on that rollout alone. So its gradient can be computed before the rest of the update is
+    known, and micro-batches add up to the same gradient.
+    """
+    if aggregation == "sequence_mean":
+        return mask_bt / mask_bt.sum(1, keepdim=True).clamp(min=1)
+    return mask_bt.float()
+
+
+def loss_normalizer(mask_bt: Tensor, aggregation: Aggregation, normalizer_tokens: float) -> float:
+    """What the summed loss of an optimizer step is divided by; `mask_bt` has all rollouts of the step.
+
+    `constant`: normalizer_tokens, the same in every update, so that tokens in batches of short and long rollouts have
+    equal weight. `token_mean`: the number of tokens. `sequence_mean`: the number of rollouts, since each rollout counts
+    with its mean.
+    """
+    if aggregation == "constant":
+        return normalizer_tokens
+    if aggregation == "token_mean":
+        return max(1.0, float(mask_bt.sum()))
+    return max(1.0, float(mask_bt.any(1).sum()))
 
 
 def token_scores(

@@ -17,9 +17,11 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.settings.base import first_error
 
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
-AdvantageBaseline = Literal["group", "previous_cohorts", "batch"]
+AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
 TruncatedRollouts = Literal["keep", "masked", "zero"]
 OffPolicyCorrection = Literal["ppo_clip", "cispo", "mask", "decoupled"]
+RatioLevel = Literal["token", "sequence"]
+Aggregation = Literal["constant", "token_mean", "sequence_mean"]
 
 _DEFAULTS = Schedule()
 
@@ -56,6 +58,7 @@ _ABOVE_0 = 1e-30
 _Positive = _between(_ABOVE_0, math.inf, "it must be above 0", "Use a positive number.")
 _NotNegative = _between(0, math.inf, "it must not be negative", "Use 0 or more.")
 _AtLeast1 = _between(1, math.inf, "it must be at least 1", "Use 1 or more.")
+_Fraction = _between(0, 1, "it must be between 0 and 1", "Use 1.0.")
 
 AlgorithmSetting = Annotated[Algorithm, Field(description="how advantages are computed")]
 LearningRate = Annotated[float, Field(description="learning rate after warm-up"), _Positive]
@@ -87,6 +90,9 @@ class LearnerFlags(BaseModel):
         bool, Field(description="multiply it by the root of the rollouts' effective sample fraction, as in VCPO")
     ] = False
     warmup_updates: WarmupUpdates = 10
+    ratio_level: Annotated[
+        RatioLevel, Field(description="sequence: one ratio per response, the geometric mean of its tokens'")
+    ] = "token"
     clip_low: Annotated[
         float,
         Field(description="lower clip range of the ratio; see docs/trainer.md"),
@@ -103,6 +109,9 @@ class LearnerFlags(BaseModel):
         Field(description="largest importance weight of cispo, decoupled and mask"),
         _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0."),
     ] = 2.0
+    aggregation: Annotated[
+        Aggregation, Field(description="what the sum over tokens is divided by; see docs/trainer.md")
+    ] = "constant"
     # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
     # count in the statistics. `zero`: their reward is 0.
     truncated_rollouts: Annotated[
@@ -122,6 +131,8 @@ class LearnerFlags(BaseModel):
         _between(_ABOVE_0, math.inf, "it must be above 0", "Use 1.0, or 1e9 for no clipping."),
     ] = 1.0
     critic_learning_rate: Annotated[float, Field(description="of ppo's critic"), _Positive] = 1e-5
+    gamma: Annotated[float, Field(description="ppo: discount per token"), _Fraction] = 1.0
+    gae_lambda: Annotated[float, Field(description="ppo: lambda of generalized advantage estimation"), _Fraction] = 1.0
     tokens_per_micro_batch: Annotated[
         int, Field(description="tokens per forward and backward pass, including padding"), _AtLeast1
     ] = 16_384
@@ -151,9 +162,8 @@ class LearnerSettings(LearnerFlags):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     off_policy_correction: OffPolicyCorrection = "ppo_clip"  # a learner has no mode to choose it by
-    # What the sum over tokens is divided by: rollouts_per_update x max_response_tokens of the schedule. A constant, so
-    # that tokens in batches of short and long rollouts have equal weight; it is known before the first update, whose
-    # rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
+    # The constant of `constant`: rollouts_per_update x max_response_tokens of the schedule. It is known before the
+    # first update, whose rollouts are the shortest. It scales the loss, which affects gradient clipping but not AdamW.
     normalizer_tokens: Annotated[
         float, _between(1, math.inf, "the loss is divided by it", "Use rollouts_per_update x max_response_tokens.")
     ] = _DEFAULTS.rollouts_per_update * _DEFAULTS.max_response_tokens
@@ -218,7 +228,7 @@ def require_streamable(settings: LearnerSettings) -> None:
     """Raise a ValueError that names the setting because of which nothing can be streamed."""
     baseline = settings.resolved_advantage_baseline
     require(
-        baseline != "batch",
+        baseline not in ("batch", "cohort_so_far"),
         "advantage_baseline",
         baseline,
         "an advantage depends on the other rollouts of its update, so no gradient can be streamed before the update is "

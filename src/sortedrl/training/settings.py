@@ -141,10 +141,10 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"score_limit_seconds", "max_rejected_fraction", "shuffle_rewards", "oversubscribe"}
         | {"scale_learning_rate_by_ess", "gradient_cosine", "recompute_above_tokens", "compile_layers"}
         | {"prometheus_port", "epochs", "temperature", "gradient_checkpointing", "stream_sms"}
-        | {"importance_cap", "max_filtered_fraction", "revisit_filtered"}
+        | {"ratio_level", "importance_cap", "aggregation", "max_filtered_fraction", "revisit_filtered"}
         | {"advantage_baseline"}
         | {"truncated_rollouts", "weight_decay", "max_grad_norm"}
-        | {"critic_learning_rate"}
+        | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
 
     stream: Annotated[

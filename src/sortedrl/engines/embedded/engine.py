@@ -22,7 +22,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.configuration import checked_slots
 from sortedrl.core.engine import (
@@ -40,6 +40,7 @@ from sortedrl.core.errors import first_sentences
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.refusals import refusal, require_empty, require_new
+from sortedrl.engines.stop_strings import StopStrings, StopWatches
 
 _PREFILL_TOKENS = 4096  # per forward pass, including padding
 _PREFILL_TOKENS_ON_GPU = 32768
@@ -54,6 +55,8 @@ class _Running:
     request: Request
     context: list[int]
     max_new_tokens: int
+    turn: list[int]  # tokens of the current turn before this request
+    stop_strings: StopStrings | None
     row: int = _NO_ROW  # until its prefill
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -78,6 +81,7 @@ class _DecodedRows:
         self._tokens: list[list[int]] = []  # by step and row
         self._logprobs: list[list[float]] = []
         self.has_top_p = any(one.request.sampling.top_p < 1 for one in self._running.values())
+        self._has_stop_strings = any(one.stop_strings is not None for one in self._running.values())
         self._steps_to_limit = min(one.max_new_tokens - len(one.tokens) for one in self._running.values())
 
     def lengths(self) -> list[int]:
@@ -89,7 +93,7 @@ class _DecodedRows:
         """Add a step. Returns the requests that it may have ended, in the order of admission, with their tokens."""
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
-        if len(self._tokens) >= self._steps_to_limit:
+        if self._has_stop_strings or len(self._tokens) >= self._steps_to_limit:
             found = list(self._running.values())
         elif eos.isdisjoint(tokens):
             return []
@@ -119,6 +123,7 @@ class EmbeddedEngine(EngineBase):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `model` may be the learner's module: `update_weights(None, version)` then signals that its weights have changed.
+    `tokenizer` is only needed for stop strings.
     """
 
     def __init__(
@@ -128,6 +133,7 @@ class EmbeddedEngine(EngineBase):
         slots: int,
         eos_token_ids: Iterable[int],
         max_length: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         if max_length < 2:
             raise ValueError(f"max_length = {max_length}: it must be at least 2, for a prompt and a response token")
@@ -153,6 +159,7 @@ class EmbeddedEngine(EngineBase):
         self._rows: _DecodedRows | None = None  # None: read them before the next step
         self._vacated = False  # rows became free since the last arrangement
         self._unreported: list[Change] = []
+        self._stop_watches = StopWatches(tokenizer)
         self._died: str | None = None
 
     def info(self) -> EngineInfo:
@@ -164,6 +171,8 @@ class EmbeddedEngine(EngineBase):
     def submit(self, requests: Sequence[Request]) -> None:
         self._raise_if_dead()
         require_new(requests, {request.id for request in self._queue} | self._running.keys())
+        for request in requests:
+            self._stop_watches.of(request)  # raises an error for stop strings that cannot be used
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)
             if reason is None:
@@ -225,6 +234,8 @@ class EmbeddedEngine(EngineBase):
                 request=request,
                 context=context,
                 max_new_tokens=min(request.max_new_tokens, self._max_length - len(context)),
+                turn=request.turn_tokens,
+                stop_strings=self._stop_watches.of(request),
             )
             self._running[request.id] = running
             self._waiting.append(running)
@@ -282,7 +293,12 @@ class EmbeddedEngine(EngineBase):
         self._vacated = False
 
     def _ended_by_itself(self, running: _Running) -> bool:
-        return running.tokens[-1] in self._eos and not running.request.sampling.ignore_eos
+        if running.request.sampling.ignore_eos:
+            return False
+        if running.tokens[-1] in self._eos:
+            return True
+        watch = running.stop_strings
+        return watch is not None and watch.completed_by_last(running.turn, running.tokens)
 
     def _deliver(self, running: _Running) -> None:
         if running.tokens:

@@ -34,6 +34,7 @@ from sortedrl.engines.servers.streams import ServerStreams
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
+from sortedrl.engines.stop_strings import StopWatches
 
 WATCH_SECONDS = 1.0
 WEIGHT_UPDATE_SECONDS = 600.0  # time limit of a weight update
@@ -46,7 +47,7 @@ T = TypeVar("T")
 class HttpEngine(ServerStreams, EngineBase):
     """See the docstrings of this module and of streams.py, which explains `silence_seconds` and `unavailable_seconds`.
 
-    `api_key`: see credentials.py. `vocabulary` is the vocabulary size of
+    `tokenizer` is only needed for stop strings; `api_key`: see credentials.py. `vocabulary` is the vocabulary size of
     the model; larger token ids are refused.
     """
 
@@ -63,6 +64,7 @@ class HttpEngine(ServerStreams, EngineBase):
         *,
         slots: int,
         eos_token_ids: Iterable[int],
+        tokenizer: Any = None,
         vocabulary: int | None = None,
         seeded: bool = False,
         reuse_kv_cache: bool = False,
@@ -82,6 +84,7 @@ class HttpEngine(ServerStreams, EngineBase):
         self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)
         super().__init__(
             ServerConnection(self._credentials),
+            StopWatches(tokenizer),
             slots=checked_slots(slots),
             eos_token_ids=eos_token_ids,
             vocabulary=vocabulary or ANY_VOCABULARY,
@@ -134,6 +137,8 @@ class HttpEngine(ServerStreams, EngineBase):
         self._raise_if_dead()
         with self._outbox.news:
             require_new(requests, self._outbox.inside)
+            for request in requests:
+                self._stop_watches.of(request)
             self._outbox.inside |= {request.id for request in requests}
         self._loop.call_soon_threadsafe(self._enqueue, list(requests))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Segment
+from sortedrl.engines.stop_strings import StopStrings
 
 FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 
@@ -63,6 +64,8 @@ class Sent:
     name: str
     room: int  # tokens that it may still generate
     sent_at: float
+    stop_strings: StopStrings | None
+    turn: list[int]  # the part of its prefix that belongs to the current turn
     eos: frozenset[int]  # the tokens that end it
     heard_at: float  # when its last token arrived, or when it was sent
     paced_at: float  # when the last of each `FEWEST_TOKENS` tokens arrived, or when it was sent
@@ -114,7 +117,13 @@ class Sent:
         if not self.eos.isdisjoint(tokens):
             count = next(place for place, token in enumerate(tokens, start=1) if token in self.eos)
             tokens, end = tokens[:count], "stop"
-        self.tokens += tokens
+        if self.stop_strings is None:
+            self.tokens += tokens
+            return tokens, end
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            if self.stop_strings.completed_by_last(self.turn, self.tokens):
+                return tokens[:count], "stop"
         return tokens, end
 
     def reached(self) -> str | None:

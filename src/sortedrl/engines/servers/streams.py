@@ -45,6 +45,7 @@ from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
 from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
 from sortedrl.engines.servers.requests import Sent, Waiting, WaitingRequests
 from sortedrl.engines.servers.server_state import IdentityCheck, Outage
+from sortedrl.engines.stop_strings import StopWatches
 
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
 STOP_SECONDS = 2.0  # for aborted streams to end
@@ -60,6 +61,7 @@ class ServerStreams(ABC):
     def __init__(
         self,
         server: ServerConnection,
+        stop_watches: StopWatches,
         *,
         slots: int,
         eos_token_ids: Iterable[int],
@@ -74,6 +76,7 @@ class ServerStreams(ABC):
         self._connection = server
         self.call = server.call
         self._clean = server.credentials.clean
+        self._stop_watches = stop_watches
         self._eos = frozenset(eos_token_ids)
         self._vocabulary = vocabulary
         self._silence_seconds = silence_seconds
@@ -162,8 +165,10 @@ class ServerStreams(ABC):
         self._names_given += 1
         name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
         request, now = waiting.request, self.now()
+        watch = self._stop_watches.of(request)
         eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
-        return Sent(waiting, name, self.room_for(request), now, eos, heard_at=now, paced_at=now)
+        turn = request.turn_tokens
+        return Sent(waiting, name, self.room_for(request), now, watch, turn, eos, heard_at=now, paced_at=now)
 
     async def _stream(self, sent: Sent) -> None:
         """Handle one response from its first to its last delta, and report every outcome."""
