@@ -57,7 +57,7 @@ def run_seed(args: argparse.Namespace, seed: int) -> None:
         mode=args.mode,
         task="knights_and_knaves",
         task_options={
-            "characters": "[3, 3, 4]",
+            "characters": "[2, 3, 3]",
             "count": str(args.problems + 64),
             "held_out_fraction": str(64 / (args.problems + 64)),
             "wording": "compact",
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=16)
     parser.add_argument("--problems", type=int, default=48)
     parser.add_argument("--rollouts-per-update", type=int, default=128)
-    parser.add_argument("--max-response-tokens", type=int, default=1024)
+    parser.add_argument("--max-response-tokens", type=int, default=512)
     parser.add_argument("--kv-bytes", type=int, default=4_000_000_000)
     parser.add_argument("--stagger", type=float, default=15.0, help="seconds between the starts of two seeds")
     args = parser.parse_args()
