@@ -812,9 +812,10 @@ def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(tokenizer: An
         trainer_for(tmp_path, tokenizer, schedule=schedule).train()
 
 
-def test_a_fraction_that_is_none_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="max_rejected_fraction = 50"):
-        trainer_for(tmp_path, tokenizer, max_rejected_fraction=50)
+@pytest.mark.parametrize("given", [{"max_rejected_fraction": 50}, {"reuse_kv_cache": True}])  # without vLLM
+def test_an_argument_that_cannot_be_honored_is_refused(given: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="{} = {}".format(*next(iter(given.items())))):
+        trainer_for(tmp_path, tokenizer, **given)
 
 
 def refuse(spec: EngineSpec) -> Any:
@@ -886,16 +887,17 @@ def test_two_processes_schedule_their_own_prompts_and_share_the_gradient(mode: s
 
 
 @pytest.mark.slow
-def test_vllm_generates_under_the_trainer_s_weights(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reuse", [False, True])
+def test_vllm_generates_under_the_trainer_s_weights(reuse: bool, tokenizer: Any, tmp_path: Path) -> None:
     if not hasattr(pytest.importorskip("vllm"), "SamplingParams"):
         pytest.skip("vLLM is not installed")
-    args = config(tmp_path, vllm_max_model_length=128, max_steps=4)
-    path = str(BUILT_IN_MODEL)
-    trainer = trainer_for(tmp_path, tokenizer, model=path, args=args, schedule="partial", engine="vllm")
+    vllm = {"args": config(tmp_path, vllm_max_model_length=128, max_steps=4), "engine": "vllm", "reuse_kv_cache": reuse}
+    trainer = trainer_for(tmp_path, tokenizer, model=str(BUILT_IN_MODEL), schedule="partial", **vllm)
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert max(entry["sortedrl/mismatch"] for entry in history) < 1e-4
+    assert max(entry["sortedrl/mismatch"] for entry in history) < (1e-1 if reuse else 1e-4), "stale KV differs"
     assert history[-1]["sortedrl/staleness_max"] > 0
+    assert trainer._engine.ready().kv_cache_reuse.survives_update_to(99) == reuse
 
 
 TRAINERS: dict[str, Callable[..., Any]] = {"plain": GRPOTrainer, "sorted": SortedGRPOTrainer}

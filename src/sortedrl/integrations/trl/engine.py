@@ -135,12 +135,13 @@ class TrainerEngine:
 
 def engine_spec(
     wanted: str, model: Any, tokenizer: Any, args: GRPOConfig, schedule: Schedule, *, slots: int, context: int,
-    eos_token_ids: Collection[int], on_cpu: bool,
+    eos_token_ids: Collection[int], reuse_kv_cache: bool, on_cpu: bool,
 ) -> EngineSpec:  # fmt: skip
     options: dict[str, Any] = {}
     if wanted == "vllm":
         options = {
             "enable_sleep_mode": args.vllm_enable_sleep_mode,
+            "reuse_kv_cache": reuse_kv_cache,
             "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
             "enforce_eager": on_cpu,
         }

@@ -147,7 +147,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             )  # fmt: skip
 
 
-def check_parts(schedule: object, engine: object, slots: int | None) -> None:
+def check_parts(schedule: object, engine: object, slots: int | None, reuse_kv_cache: bool = False) -> None:
     """Check the arguments of SortedGRPOTrainer."""
     if not isinstance(schedule, str | Schedule):
         fix = 'Pass the name of a mode, or Schedule(mode="partial", max_staleness=4), or leave it out.'
@@ -160,6 +160,9 @@ def check_parts(schedule: object, engine: object, slots: int | None) -> None:
         if engine in SERVERS:
             fix = "Pass the engine itself, such as engine=VllmServerEngine(URL, slots=256, eos_token_ids=[...])."
             raise ConfigurationError("engine", engine, "the trainer needs the address of a server", fix)
+    if reuse_kv_cache and engine != "vllm":
+        fix = "Pass engine='vllm', or set it in the engine that you pass."
+        raise ConfigurationError("reuse_kv_cache", True, "it is a setting of engine='vllm' alone", fix)
     own = getattr(engine, "slots", "slots of its own" if callable(engine) else slots)
     if slots is not None and checked_slots(slots) != own:
         reason = f"the engine that you pass has {own}"

@@ -101,6 +101,8 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                   that makes an engine, such as a pool of servers: called on rank 0, which generates for all processes
     slots         responses that the engine decodes at once (vLLM max_num_seqs, SGLang max_running_requests); default:
                   the rollouts per update of this process
+    reuse_kv_cache
+                  of engine="vllm": keep the KV cache across weight updates (stale KV)
     off_policy_correction
                   "ppo_clip": the loss clips the ratio against the sampling policy. "decoupled": against the weights
                   before the update, weighted according to TRL's `vllm_importance_sampling_*` fields
@@ -117,6 +119,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         schedule: Schedule | str = "partial+elevator",
         engine: str | Engine | MakeEngine = "embedded",
         slots: int | None = None,
+        reuse_kv_cache: bool = False,
         off_policy_correction: str = "ppo_clip",
         tool_threads: int = 32,
         tool_limit_seconds: float = 60.0,
@@ -125,7 +128,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     ) -> None:
         given = inspect.signature(_Host.__init__).bind(self, *positional, **named).arguments
         fields.check_arguments(given)
-        fields.check_parts(schedule, engine, slots)
+        fields.check_parts(schedule, engine, slots, reuse_kv_cache)
         max_rejected_fraction = checked_fraction("max_rejected_fraction", max_rejected_fraction)
         if given.get("args") is not None:
             fields.check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
@@ -150,12 +153,13 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 self, self.example, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds
             )
         self._sampling = Sampling(temperature=self.temperature)
-        spec = self._engine_spec(engine) if isinstance(engine, str) else None
+        spec = self._engine_spec(engine, reuse_kv_cache) if isinstance(engine, str) else None
         is_here = self._ranks.rank == 0 or not self._is_shared
         self._engine = TrainerEngine(engine, lambda: self.model, spec, self.schedule, self._sampling, is_here=is_here)
         self._max_rejected_fraction = max_rejected_fraction
         self._own_settings = {
             "engine": engine if isinstance(engine, str) else getattr(engine, "__name__", type(engine).__name__),
+            "reuse_kv_cache": reuse_kv_cache,
             "off_policy_correction": off_policy_correction,
             "tool_threads": tool_threads,
             "tool_limit_seconds": tool_limit_seconds,
@@ -173,18 +177,12 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._fired: set[str] = set()
         self.add_callback(_StepWatcher(self))
 
-    def _engine_spec(self, engine: str) -> EngineSpec:
+    def _engine_spec(self, engine: str, reuse_kv_cache: bool) -> EngineSpec:
         return engine_spec(
-            engine,
-            self.model,
-            self._tokenizer,
-            self.args,
-            self.schedule,
-            slots=self.slots,
-            context=longest_context(engine, self.model, self.args, self.schedule),
-            eos_token_ids=self.eos_token_ids,
-            on_cpu=self.accelerator.device.type == "cpu",
-        )
+            engine, self.model, self._tokenizer, self.args, self.schedule, slots=self.slots,
+            context=longest_context(engine, self.model, self.args, self.schedule), eos_token_ids=self.eos_token_ids,
+            reuse_kv_cache=reuse_kv_cache, on_cpu=self.accelerator.device.type == "cpu",
+        )  # fmt: skip
 
     # Start and end of a run
 
