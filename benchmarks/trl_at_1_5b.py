@@ -242,14 +242,16 @@ class Bench:
         copies = [copy.deepcopy(model) for _ in CONTENDERS[1:]]
         if not self.on_gpu:
             vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, dtype="float32")
+        # Before TRL's vLLM sets LOCAL_RANK: accelerate would take later configs for those of one rank of several.
+        configs = [self._config_of(contender, folder) for contender in CONTENDERS]
         self.trainers: dict[str, Any] = {}
         self.recorders: dict[str, Recorder] = {}
-        for contender, own in zip(CONTENDERS, [model, *copies], strict=True):
+        for contender, config, own in zip(CONTENDERS, configs, [model, *copies], strict=True):
             recorder = Recorder(self.write, self.began + self.options.budget)
             given = {
                 "model": own,
                 "reward_funcs": recorder.reward,
-                "args": self._config_of(contender, folder),
+                "args": config,
                 "train_dataset": dataset(self.prompts[0], tokenizer),
                 "processing_class": tokenizer,
                 "callbacks": [recorder],
@@ -258,9 +260,11 @@ class Bench:
             if contender.mode is None:
                 trainer = GRPOTrainer(**given)
                 trainer._generate_single_turn = recorder.timed(trainer._generate_single_turn)
-                self.llm = trainer.vllm_generation.llm
-                self.llm.generate = self.lengths.force(self.llm.generate)
-                self.engine = self._engine_on(self.llm.llm_engine, str(folder))
+                llm = trainer.vllm_generation.llm
+                llm.generate = self.lengths.force(llm.generate)
+                self.engine = self._engine_on(llm.llm_engine, str(folder))
+                for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                    os.environ.pop(name, None)
                 trainer.vllm_generation.sync_weights = self._checked_sync(trainer.vllm_generation.sync_weights, own)
             else:
                 engine = ForcedLengths(self.engine, self.lengths.of_request)
@@ -269,7 +273,8 @@ class Bench:
             trainer.remove_callback(PrinterCallback)
             recorder.trainer = trainer
             self.trainers[contender.name], self.recorders[contender.name] = trainer, recorder
-            self.write(ready=contender.name, memory_gib=self._memory_gib())
+            ranks = str(trainer.accelerator.distributed_type)
+            self.write(ready=contender.name, ranks=ranks, dtype=str(own.dtype), memory_gib=self._memory_gib())
 
     def _checked_sync(self, sync: Callable[[], None], model: Any) -> Callable[[], None]:
         """TRL loads into vLLM's parameters, which the CPU build has repacked: then the weights go in as ours do."""
