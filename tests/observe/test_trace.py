@@ -24,8 +24,8 @@ from sortedrl.cli import main
 from sortedrl.core.events import Event, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt
 from sortedrl.log.lines import JsonLines
-from sortedrl.observe.timeline import OUTCOMES, slices
-from sortedrl.observe.trace import COLORS, COUNTERS, trace_events
+from sortedrl.observe.timeline import slices
+from sortedrl.observe.trace import trace_events
 from trace_rules import assert_valid_trace, logged_run, written_trace
 
 RANDOM = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -92,15 +92,11 @@ def test_the_trace_of_the_embedded_engine_is_valid(mode: str) -> None:
     assert_valid_trace(log)
 
 
-def test_every_outcome_has_a_colour() -> None:
-    assert set(COLORS) == set(OUTCOMES) and len(set(COLORS.values())) == len(OUTCOMES)
-
-
 def test_a_slice_tells_its_outcome_in_its_name_and_what_it_made() -> None:
     found = run("on-policy", LENGTHS, **SMALL)
     slices = [e for e in written_trace(found.events) if e["ph"] == "X" and "rollout" in e.get("args", {})]
     assert {e["name"].split()[0] for e in slices} == {"trained", "dropped"}
-    assert all(e["name"] == f"{e['cat']} #{e['args']['rollout']}" and e["cname"] == COLORS[e["cat"]] for e in slices)
+    assert all(e["name"] == f"{e['cat']} #{e['args']['rollout']}" for e in slices)
     assert sum(e["args"]["tokens"] for e in slices) == found.run_metrics.generated_tokens
     assert sum(e["args"]["tokens"] for e in slices if e["cat"] == "dropped") == found.run_metrics.dropped_tokens
 
@@ -118,14 +114,6 @@ def test_the_learner_and_the_phases_take_the_time_that_the_figures_say() -> None
             shares[event["name"]] += event["dur"] / wall
     assert shares == pytest.approx({phase: found.run_metrics.idle_parts[phase] for phase in shares})
     assert sum(e["dur"] for e in learner) / wall == pytest.approx(shares["learner"])
-
-
-def test_a_resumed_rollout_is_followed_through_all_its_slices() -> None:
-    found = run("partial", LENGTHS, **SMALL)
-    trace = written_trace(found.events)
-    most_segments = max(len(s) for e in found.all(Updated) for s in e.segments)
-    steps = [sum(e["ph"] == "t" and e["id"] == r for e in trace) for r in range(len(LENGTHS))]
-    assert most_segments > 1 and max(steps) == most_segments - 1
 
 
 def test_an_empty_log_gives_an_empty_trace_and_a_rolled_back_one_what_counts() -> None:
@@ -200,12 +188,6 @@ def test_perfetto_itself_reads_the_trace_without_loss(mode: str, kv_tokens: int 
         )
         assert sorted(shown) == sorted(expected)
         assert perfetto.query(f"select max(depth) {in_slots}") == [[0]], "nothing lies inside another slice"
-        arrows = "from flow join slice a on slice_out = a.id join slice b on slice_in = b.id"
-        assert perfetto.query(f"select count(*) {arrows}") == [[sum(e["ph"] in "st" for e in trace)]]
-        into_updates = dict(perfetto.query(f"select b.name, count(*) {arrows} where b.category = 'update' group by 1"))
-        assert into_updates == {f"update {i + 1}": size for i, size in enumerate(found.sizes)}
-        counters = perfetto.query("select distinct t.name from counter join counter_track t on track_id = t.id")
-        assert {name.split()[0] for (name,) in counters} == set(COUNTERS)
 
 
 # The command
@@ -222,22 +204,18 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command_writes_the_trace_into_the_run_folder(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(run_folder)]) == 0
-    assert str(run_folder / "trace.json") in capsys.readouterr().out
-    written = json.loads((run_folder / "trace.json").read_text())
-    assert written["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
-
-
-def test_of_two_runs_in_one_log_the_last_one_is_traced_with_a_notice(
+def test_the_command_writes_the_trace_of_the_last_run_in_the_log(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = run_folder / "events.jsonl"
-    log.write_text(log.read_text() * 2)
-    assert main(["trace", str(run_folder)]) == 0
-    assert "events of 2 runs, of which only the last one counts" in capsys.readouterr().err
-    found = json.loads((run_folder / "trace.json").read_text())
-    assert found["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
+    for runs in (1, 2):
+        log.write_text(log.read_text() * runs)
+        assert main(["trace", str(run_folder)]) == 0
+        told = capsys.readouterr()
+        assert str(run_folder / "trace.json") in told.out
+        assert ("events of 2 runs, of which only the last one counts" in told.err) is (runs == 2)
+        found = json.loads((run_folder / "trace.json").read_text())
+        assert found["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
 
 
 def test_without_a_name_the_newest_run_is_traced(

@@ -25,7 +25,7 @@ from sortedrl.core.events import (
 )
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.timeline import slices
-from trace_rules import assert_valid_trace, visits, written_trace
+from trace_rules import assert_valid_trace
 
 
 @pytest.mark.parametrize("block", range(3))
@@ -50,21 +50,6 @@ def check_times(log: list[Event]) -> None:
     busy = metrics.slots * metrics.seconds * (1 - metrics.bubble)
     assert math.isclose(sum(s.end - s.start for s in found), busy, rel_tol=1e-9, abs_tol=1e-9)
     assert_valid_trace(log)
-
-
-def test_a_rollout_in_its_environment_is_a_slice_of_its_own() -> None:
-    run = Run(
-        scenario("baseline", [2, 3], slots=2, turns=(2,), calls=(EnvironmentCall(seconds=5.0),), rollouts_per_update=2)
-    ).to_end()
-    trace = written_trace(run.events)
-    assert [(rollout, start / 1e9, end / 1e9) for rollout, start, end in visits(trace)] == [
-        (0, 2.0, 7.0),
-        (1, 3.0, 8.0),
-        (0, 9.0, 14.0),
-        (1, 11.0, 16.0),
-    ]
-    assert [s.outcome for s in slices(run.events)] == ["stepped", "stepped", "trained", "trained"]
-    assert "environments" in [event["args"].get("name") for event in trace if event["ph"] == "M"]
 
 
 @pytest.mark.parametrize("at_harvest", ["in a slot", "in its environment", "waiting for a slot"])
