@@ -41,7 +41,7 @@ def test_any_lines_may_be_missing(tmp_path: Path, seed: int) -> None:
     assert 0 <= run_metrics.bubble <= run_metrics.idle + 1e-9 <= 1 + 2e-9
     assert sum(run_metrics.bubble_parts.values()) == pytest.approx(run_metrics.bubble)
     assert sum(read.slot_time.values()) == pytest.approx(1)
-    assert "<html" in report.page([read], [None], "0")
+    assert "<html" in report.page([read], "0")
 
 
 def test_damage_is_named_with_its_line_and_figures_stay_near(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_damage_is_named_with_its_line_and_figures_stay_near(tmp_path: Path) -> 
     assert read.run_metrics.updates == whole.updates
     assert read.run_metrics.trained_tokens == whole.trained_tokens
     assert read.run_metrics.bubble == pytest.approx(whole.bubble, abs=0.05)
-    assert read.notices[0] in report.page([read], [None], "0")
+    assert read.notices[0] in report.page([read], "0")
 
 
 def test_a_log_cut_in_mid_line_is_shown_up_to_there(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, count: int) -> N
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
     (read,) = read_runs([path])
     assert read.run_metrics == figures_of(list(read_events(path)))
-    assert "is still running" in report.page([read], [None], "0")
+    assert "is still running" in report.page([read], "0")
 
 
 def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_infinite_reward_is_damage_in_every_command(
     why = "Updated with a reward that is not a finite number"
     (read,) = read_runs([path])
     assert f"line {place + 1} ({why})" in read.notices[0]
-    assert why in report.page([read], [None], "0")
+    assert why in report.page([read], "0")
     assert main(["trace", str(tmp_path)]) == 0
     assert "left out 1 unreadable line of" in capsys.readouterr().err
     assert main(["watch", str(tmp_path)]) == 0

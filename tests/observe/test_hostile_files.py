@@ -19,7 +19,6 @@ from rich.console import Console as Terminal
 
 from run_folders import EVALUATION, SETTINGS, SUMMARY, UPDATE, run_folder
 from sortedrl.cli import main
-from sortedrl.cli.train import command_for
 from sortedrl.core.wording import printable
 from sortedrl.observe import watch
 from sortedrl.observe.console import PanelConsole, PlainConsole
@@ -58,7 +57,7 @@ def test_a_wrong_value_anywhere_in_the_metrics_costs_a_line(tmp_path: Path, wron
             file.writelines(json.dumps(variant) + "\n" for variant in variants(line, wrong))
     follower.catch_up()
     (read,) = read_runs([folder])
-    assert not control_characters(report.page([read], [None], "0")) - IN_THE_CHART_LIBRARY
+    assert not control_characters(report.page([read], "0")) - IN_THE_CHART_LIBRARY
     assert any("metrics.jsonl: skipped" in notice for notice in read.notices)
     assert not control_characters("".join(said))
 
@@ -73,9 +72,8 @@ def test_a_wrong_value_in_the_summary_or_the_settings_does_not_end_a_command(tmp
         (folder / "config.json").write_text(json.dumps(variant))
         json.dumps(watch.state(folder, 600.0))
         runs = read_runs([folder])
-        command_for(runs[0].settings)
         report.as_json(runs)
-    report.page(runs, [None], "0")
+    report.page(runs, "0")
 
 
 def test_no_control_character_of_a_log_reaches_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

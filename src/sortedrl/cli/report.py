@@ -11,12 +11,12 @@ from pydantic import Field
 
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, print_settings
-from sortedrl.cli.train import command_for
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.wording import printable
 from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs
+from sortedrl.observe.report import text
 from sortedrl.observe.report.self_contained import write_page
 from sortedrl.settings.base import Settings, as_json
 
@@ -48,20 +48,19 @@ SETTINGS = ReportSettings
 def run(settings: ReportSettings) -> int:
     """With --json the page is written only if --out names it."""
     paths = settings.runs or [watch.newest_run(Path("runs"))]
-    page = settings.out or report.default_page(paths)
+    page = settings.out or (paths[0] if len(paths) == 1 and paths[0].is_dir() else Path()) / "report.html"
     if settings.dry_run:
         print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
         return 0
     with ProgressBar("reading runs", quiet=settings.json_output) as progress:
         runs = report_runs.read_runs(paths, progress)
     if settings.out is not None or not settings.json_output:
-        commands = [command_for(run.settings) if run.has_configuration else None for run in runs]
-        write_page(page, report.page(runs, commands, __version__))
+        write_page(page, report.page(runs, __version__))
     if settings.json_output:
         written = str(page) if settings.out is not None else None
         print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))
         return 0
-    for line in report.conclusion_lines(runs):
+    for line in text.conclusion(report_runs.series_of(runs), runs):
         print(printable(line))
     for run in runs:
         for notice in run.notices:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sortedrl.cli import train_extra
-from sortedrl.cli.help_page import flag_of
 from sortedrl.cli.output import around_code_of_others, console_of_run, print_settings
 from sortedrl.cli.streams import discard
 from sortedrl.core.strategies.base import updates_left
-from sortedrl.settings.base import InvalidSettings, as_json
+from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.training.settings import (
     TrainSettings,
@@ -59,34 +57,6 @@ def print_dry_run(settings: TrainSettings) -> int:
     resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
     print_settings(resolved, derived, as_object=settings.json_output)
     return 0
-
-
-def command_for(saved: dict[str, Any]) -> str | None:
-    """The command that starts a training run with these settings, or None if they are not those of a training run.
-
-    It names every setting that is not the default, and always mode and seed. Settings without a flag go to a file.
-    """
-    try:
-        settings = as_json(TrainSettings.model_validate(saved))
-    except InvalidSettings:
-        return None
-    usual = as_json(TrainSettings())
-    words, rare = ["sortedrl", "train"], []
-    for key, value in settings.items():
-        if key in ("out", "resume") or (value == usual[key] and key not in ("mode", "seed")):
-            continue
-        if key in TrainSettings.file_only:
-            rare.append(f"{key} = {json.dumps(value)}")
-        elif isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{flag_of(key)}")
-        elif isinstance(value, dict):
-            words += [f"--{flag_of(key)}", *(str(word) for pair in value.items() for word in pair)]
-        else:
-            words += [f"--{flag_of(key)}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    if not rare:
-        return shlex.join(words)
-    write_file = shlex.join(["printf", "%s\\n", *rare])
-    return f"{write_file} > run.toml && {shlex.join([*words, '--config', 'run.toml'])}"
 
 
 def _print_outcome(settings: TrainSettings, summary: dict[str, Any]) -> None:

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from sortedrl.observe.report import charts, text
-from sortedrl.observe.report.runs import ReportedRun
+from sortedrl.observe.report.runs import ReportedRun, run_names, series_of
 from sortedrl.observe.report.self_contained import render
-from sortedrl.observe.report.series import run_names, series_of
-
-
-def default_page(paths: Sequence[Path]) -> Path:
-    """In the run folder if there is just one; in the current directory for several runs or a bare log."""
-    return paths[0] / "report.html" if len(paths) == 1 and paths[0].is_dir() else Path("report.html")
 
 
 def as_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     """The metrics of every run, equal to those on the page."""
-    label_of = {run.name: one.label for one in series_of(runs) for run in one.runs}
+    series = series_of(runs)
+    label_of = {run.name: one.label for one in series for run in one.runs}
     return {
         "runs": [
             {
@@ -40,27 +34,21 @@ def as_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
             }
             for run in runs
         ],
-        "conclusion": conclusion_lines(runs)[0],
+        "conclusion": text.conclusion(series, runs)[0],
     }
 
 
-def conclusion_lines(runs: Sequence[ReportedRun]) -> list[str]:
-    """What the page says at its top: the conclusion, then what limits it."""
-    return text.conclusion(series_of(runs), runs)
-
-
-def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: str) -> str:
-    """The HTML. `commands[i]` reproduces `runs[i]`, or None if unknown; `version` is the version of sortedrl."""
+def page(runs: Sequence[ReportedRun], version: str) -> str:
+    """The HTML; `version` is the version of sortedrl."""
     series = series_of(runs)
     of_run = run_names(series)
     names = [of_run[run.name] for run in runs]
     firsts = [one.measured[0] for one in series]
     unit = charts.time_unit(max(run.ended - run.began for run in runs))
-    top = charts.highest_length(firsts)
     drawn = {
         "shares": [charts.slot_time_fractions(runs, names)],
         "timelines": [charts.timeline(one.measured[0], i, one.label, unit) for i, one in enumerate(series)],
-        "lengths": [charts.lengths(r, i, of_run[r.name], top) for i, r in enumerate(firsts)],
+        "lengths": [charts.lengths(run, i, of_run[run.name]) for i, run in enumerate(firsts)],
         "staleness": charts.curves("staleness", series, unit),
         "learning": [*charts.curves("reward", series, unit), *charts.curves("held-out", series, unit)],
     }
@@ -69,10 +57,9 @@ def page(runs: Sequence[ReportedRun], commands: Sequence[str | None], version: s
         "runs": runs,
         "series": series,
         "names": names,
-        "of_each_run": list(zip(names, runs, commands, strict=True)),
+        "of_each_run": list(zip(names, runs, strict=True)),
         "has_several_runs": any(len(one.runs) > 1 for one in series),
         "text": text,
-        "legend": charts.legend(runs),
         "charts": drawn,
     }
     return render("report.html.j2", content, [chart for section in drawn.values() for chart in section], version)

@@ -12,8 +12,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from sortedrl.core.wording import counted
-from sortedrl.observe.report.runs import ReportedRun
-from sortedrl.observe.report.series import Series
+from sortedrl.observe.report.runs import ReportedRun, Series
 
 # Bottom to top in every stack: work, then empty slots while the engine could run, then the other phases.
 WORK = {
@@ -29,7 +28,6 @@ REST = {
     "start": "#c3c8cd", "end": "#d2d6da",
 }  # fmt: skip
 PART_COLORS = WORK | BUBBLE | REST
-SMALLEST_IN_LEGEND = 0.0005  # fraction of slot-time: less is invisible
 UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 FEW_POINTS = 30  # up to this many, a curve shows each point as a dot
 Trace = dict[str, Any]
@@ -63,10 +61,10 @@ def slot_time_fractions(runs: Sequence[ReportedRun], names: Sequence[str]) -> Ch
         }
         for part, color in ordered({part for run in runs for part in run.slot_time})
     ]  # fmt: skip
-    bars = layout("slot-time, wall-clock (%)", "", barmode="stack", bargap=0.35, hovermode="y unified")
+    bars = layout("slot-time, wall-clock (%)", "", barmode="stack", bargap=0.35, showlegend=True, hovermode="y unified")
     bars["xaxis"]["range"] = [0, 100]
     bars["yaxis"] |= {"autorange": "reversed", "ticksuffix": "  "}
-    return Chart("shares", "Where all slot-time went", _view(data, bars), height=84 + 38 * len(runs))
+    return Chart("shares", "Where all slot-time went", _view(data, bars), height=130 + 38 * len(runs))
 
 
 def part_name(part: str) -> str:
@@ -78,15 +76,6 @@ def ordered(parts: Iterable[str]) -> list[tuple[str, str]]:
     known = list(PART_COLORS)
     present = sorted(parts, key=lambda part: (known.index(part) if part in PART_COLORS else len(known), part))
     return [(part, PART_COLORS.get(part, "#bcc1c7")) for part in present]
-
-
-def legend(runs: Sequence[ReportedRun]) -> dict[str, list[tuple[str, str]]]:
-    """Name and color of every part that appears in these runs, by kind."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for part, color in ordered({p for run in runs for p, share in run.slot_time.items() if share > SMALLEST_IN_LEGEND}):
-        kind = "Work" if part in WORK else "Bubble" if part in BUBBLE else "Remaining wall-clock time"
-        found.setdefault(kind, []).append((part_name(part), color))
-    return found
 
 
 def timeline(run: ReportedRun, place: int, label: str, unit: str) -> Chart:
@@ -117,7 +106,7 @@ def timeline(run: ReportedRun, place: int, label: str, unit: str) -> Chart:
 # Per update
 
 
-def lengths(run: ReportedRun, place: int, title: str, top: float) -> Chart:
+def lengths(run: ReportedRun, place: int, title: str) -> Chart:
     """Response lengths per update: the median and the middle 50 % and 90 %."""
     x = [point.updates for point in run.points]
     p5, p25, p50, p75, p95 = ([rounded(p.length_quantiles[i]) for p in run.points] for i in range(5))
@@ -130,12 +119,8 @@ def lengths(run: ReportedRun, place: int, title: str, top: float) -> Chart:
         band | {"name": "median", "y": p50, "line": {"color": "#2b7fb8", "width": 2}},
     ]
     axes = layout("update", "length (tokens)")
-    axes["yaxis"]["range"] = [0, top]
+    axes["yaxis"]["rangemode"] = "tozero"
     return Chart(f"lengths-{place}", title, _view(data, axes), height=250)
-
-
-def highest_length(runs: Sequence[ReportedRun]) -> float:
-    return 1.05 * max((point.length_quantiles[-1] for run in runs for point in run.points), default=1.0)
 
 
 # By chart: title, title of the y axis, and the values of a run at points with `updates`, `rollouts` and `seconds`.

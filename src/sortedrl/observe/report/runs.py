@@ -1,4 +1,5 @@
-"""Reads the input of a report: one `ReportedRun` per run folder or bare event log, even a damaged one.
+"""Reads the input of a report: one `ReportedRun` per run folder or bare event log, even a damaged one. Runs that differ
+only in their seed are a series, with one name and one color across the report.
 
 The event log is enough. Data that only a run folder has (held-out scores, configuration) is empty for a bare
 log. Damaged content never raises; `ReportedRun.notices` lists what is missing.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import quantiles
+from statistics import fmean, quantiles
 from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
@@ -31,6 +32,14 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Settings in which comparable runs may differ.
 INCIDENTAL = frozenset({"seed", "out", "resume", "threads", "keep_checkpoints", "checkpoint_every", "save_rollouts"})
 _FIX = "Name a run folder, as in runs/NAME, a folder of runs, or an events.jsonl."
+MODE_COLORS = {
+    "baseline": "#d9772b",
+    "on-policy": "#b5477f",
+    "on-policy+planned": "#8b5fbf",
+    "partial": "#2f9e8f",
+    "partial+elevator": "#2b7fb8",
+}
+OTHER_COLORS = ("#6a8f2f", "#a0522d", "#4c6fd1", "#c25450", "#66788a", "#b8912a", "#3f8f63", "#9a4fb0")
 _OUTLINE = frozenset({RunBegan, SlotsChanged, SettingsChanged, Phase, Updated})  # few, and the first event of every run
 
 
@@ -77,10 +86,8 @@ class ReportedRun:
     slices_until: float
     points: tuple[UpdatePoint, ...]
     settings: dict[str, Any]
-    has_configuration: bool
     held_out: tuple[HeldOut, ...]
     notices: tuple[str, ...]
-    copies: tuple[str, ...] = ()  # names of runs with the same log and settings, which are left out
 
     @property
     def mode(self) -> str:
@@ -90,11 +97,6 @@ class ReportedRun:
     def seed(self) -> Any:
         return self.settings.get("seed", 0)
 
-    def is_copy_of(self, other: ReportedRun) -> bool:
-        """Same settings and same log; a run that only repeats the seed takes other times."""
-        mine, others = ((run.settings.get("seed"), run.comparable_settings()) for run in (self, other))
-        return mine == others and (self.run_metrics, self.points) == (other.run_metrics, other.points)
-
     def comparable_settings(self) -> dict[str, Any]:
         return {key: value for key, value in self.settings.items() if key not in INCIDENTAL}
 
@@ -102,7 +104,7 @@ class ReportedRun:
 def read_runs(
     paths: Sequence[Path], on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[ReportedRun]:
-    """All runs under the given paths; a folder of run folders counts as all of them, several copies of a run as one."""
+    """All runs under the given paths; a folder of run folders counts as all of them."""
     logs = list(dict.fromkeys(log for path in paths for log in _logs_of(path)))
     short = [log.resolve().parent.name if log.name == EVENTS else log.stem for log in logs]
     names = [name if short.count(name) == 1 else str(log) for name, log in zip(short, logs, strict=True)]
@@ -110,12 +112,7 @@ def read_runs(
     for log, name in zip(logs, names, strict=True):
         on_progress(len(runs), len(logs))
         with paused_gc():
-            read = _read_run(log, name)
-        same = next((place for place, run in enumerate(runs) if read.is_copy_of(run)), None)
-        if same is None:
-            runs.append(read)
-        else:
-            runs[same] = replace(runs[same], copies=(*runs[same].copies, name))
+            runs.append(_read_run(log, name))
     return runs
 
 
@@ -167,7 +164,6 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         slices_until=until,
         points=tuple(outline.points),
         settings=outline.settings if configuration is None else configuration,
-        has_configuration=configuration is not None,
         held_out=tuple(mark._replace(score=scores[n]) for n, mark in outline.marks.items() if n in scores),
         notices=tuple(notices),
     )
@@ -264,3 +260,75 @@ def _ending(log: Sequence[Event], folder: Path | None) -> Iterable[str]:
     if isinstance(last, Updated | None) and not (folder is not None and (folder / "summary.json").is_file()):
         seconds = log[-1].at - log[0].at
         yield f"The log ends at {seconds:,.1f} s without an end event: the run was killed or is still running."
+
+
+# Series
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Runs that differ only in their seed."""
+
+    label: str
+    color: str
+    runs: tuple[ReportedRun, ...]
+
+    @property
+    def measured(self) -> tuple[ReportedRun, ...]:
+        """The runs with an update; all runs if none has one. One that ended before has no goodput to average."""
+        return tuple(run for run in self.runs if run.run_metrics.updates) or self.runs
+
+    @property
+    def has_updates(self) -> bool:
+        return any(run.run_metrics.updates for run in self.runs)
+
+    def mean(self, field: str) -> float:
+        """The mean over the measured runs of a metric that every run has."""
+        return fmean(getattr(run.run_metrics, field) for run in self.measured)
+
+
+def series_of(runs: Sequence[ReportedRun]) -> list[Series]:
+    groups: list[list[ReportedRun]] = []
+    for run in runs:
+        for group in groups:
+            if run.mode == group[0].mode and run.comparable_settings() == group[0].comparable_settings():
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    labels, colors = _labels([group[0] for group in groups]), colors_of([group[0].mode for group in groups])
+    return [Series(*one) for one in zip(labels, colors, map(tuple, groups), strict=True)]
+
+
+def colors_of(modes: Sequence[str]) -> list[str]:
+    """The color of each mode; another one for a mode without a color, and for each that has the same mode again."""
+    spare = iter(OTHER_COLORS * (1 + len(modes) // len(OTHER_COLORS)))
+    is_new = [mode in MODE_COLORS and mode not in modes[:place] for place, mode in enumerate(modes)]
+    return [MODE_COLORS[mode] if new else next(spare) for mode, new in zip(modes, is_new, strict=True)]
+
+
+def _labels(firsts: Sequence[ReportedRun]) -> list[str]:
+    """The mode, plus the settings that distinguish series of the same mode."""
+    labels = []
+    for run in firsts:
+        others = [other for other in firsts if other.mode == run.mode and other is not run]
+        apart = [
+            f"{key} {value}"
+            for key, value in run.comparable_settings().items()
+            if any(other.settings.get(key) != value for other in others)
+        ]
+        labels.append(f"{run.mode} ({', '.join(apart[:2])})" if apart else run.mode)
+    return [
+        label if labels.count(label) == 1 else f"{label}: {run.name}" for label, run in zip(labels, firsts, strict=True)
+    ]
+
+
+def run_names(series: Sequence[Series]) -> dict[str, str]:
+    """A run's name on the page: its series, plus its seed or its own name if the series has several runs."""
+    found = {}
+    for one in series:
+        seeds = [run.seed for run in one.runs]
+        for run in one.runs:
+            own = f"seed {run.seed}" if seeds.count(run.seed) == 1 else run.name
+            found[run.name] = one.label if len(one.runs) == 1 else f"{one.label}, {own}"
+    return found

@@ -13,8 +13,7 @@ from sortedrl.core.wording import counted
 from sortedrl.observe import wall_clock
 from sortedrl.observe.metrics import BUBBLE_PARTS
 from sortedrl.observe.report.charts import part_name
-from sortedrl.observe.report.runs import INCIDENTAL, ReportedRun
-from sortedrl.observe.report.series import Series
+from sortedrl.observe.report.runs import INCIDENTAL, ReportedRun, Series
 from sortedrl.observe.run_metrics import RunMetrics
 
 MOST_REASONS = 20  # of rejections
@@ -80,11 +79,8 @@ def _cell(one: Series, column: Column) -> tuple[str, str]:
 
 
 def _runs_and_seeds(one: Series) -> str:
-    """Runs of one seed may differ, on a GPU for example, but they are not independent."""
-    runs, seeds = len(one.measured), list(dict.fromkeys(str(run.seed) for run in one.measured))
-    if runs == 1:
-        return ""
-    return f"{runs} runs of one seed ({seeds[0]})" if len(seeds) == 1 else f"{runs} runs, seeds {', '.join(seeds)}"
+    seeds = dict.fromkeys(str(run.seed) for run in one.measured)
+    return f"{len(one.measured)} runs, seeds {', '.join(seeds)}" if len(one.measured) > 1 else ""
 
 
 def rejections(runs: Sequence[ReportedRun]) -> Rows:
@@ -158,11 +154,10 @@ def conclusion(series: Sequence[Series], runs: Sequence[ReportedRun]) -> list[st
         apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
         if apart:
             asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare them with care.")
-    for title, of in (("Held-out score", _score), ("Bottleneck", _bottleneck), ("Streamed during harvests", _streamed)):
+    for title, of in (("Held-out score", _score), ("Bottleneck", _bottleneck)):
         found = [f"{one.label} {words}" if len(series) > 1 else words for one in series for words in of(one)]
         if found:
             asides.append(f"{title}: {'; '.join(found)}.")
-    asides += [f"{', '.join(run.copies)}: a copy of {run.name}, not counted again." for run in runs if run.copies]
     return [sentence, *asides]
 
 
@@ -223,12 +218,6 @@ def _bottleneck(one: Series) -> Iterable[str]:
     if any(parts.values()):
         most = wall_clock.bottleneck(parts)
         yield f"{wall_clock.part_name(most)}, {parts[most]:.0%} of wall-clock time"
-
-
-def _streamed(one: Series) -> Iterable[str]:
-    """How much of the learner's work was done during harvests; nothing for runs without streaming."""
-    if fraction := one.mean("streamed_fraction"):
-        yield f"{percent(fraction)} of the rollouts, {one.mean('streamed_seconds'):,.1f} s of learner time"
 
 
 def subtitle(runs: Sequence[ReportedRun]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from sortedrl.core.wording import counted
 from sortedrl.observe.report.charts import Chart, Dot, layout, mean_curve, rounded
+from sortedrl.observe.report.runs import colors_of
 from sortedrl.observe.report.self_contained import render
-from sortedrl.observe.report.series import colors_of
 from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison
 from sortedrl.studies.compare.outcomes import OUTCOMES

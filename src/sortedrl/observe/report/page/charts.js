@@ -9,22 +9,19 @@
   const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
   const CONFIG = { responsive: true, displaylogo: false, modeBarButtons: [["zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]] }; // no upload
   const CLEAR = "rgba(0,0,0,0)";
-  let printing = false, view = null;
-  const theme = () => (dark.matches && !printing ? DARK : LIGHT);
+  let view = null;
 
   function draw({ id, height, views }) {
     const { data, layout } = views[view] || Object.values(views)[0];
-    const t = theme();
+    const t = dark.matches ? DARK : LIGHT;
     const font = { family: FONT, size: 12, color: t.ink };
     const axis = (own) => ({
       gridcolor: t.grid, zerolinecolor: t.grid, linecolor: t.line, tickcolor: t.line, showline: true, ticks: "outside",
       ticklen: 4, separatethousands: true, exponentformat: "e", automargin: true, ...own,
       title: { ...own.title, font: { size: 12, color: t.muted }, standoff: 8 },
     });
-    // On paper a chart is as wide as report.css makes its column.
-    const width = printing ? (document.getElementById(id).closest(".grid") ? 330 : 680) : undefined;
     return Plotly.react(id, data, {
-      hovermode: "x", ...layout, height, width, autosize: !printing, font,
+      hovermode: "x", ...layout, height, autosize: true, font,
       xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis), paper_bgcolor: CLEAR, plot_bgcolor: CLEAR,
       margin: { l: 56, r: 12, t: layout.showlegend === false ? 8 : 30, b: 44 },
       legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", bgcolor: CLEAR },
@@ -33,10 +30,7 @@
     }, CONFIG);
   }
 
-  const paintAll = () => charts.forEach(draw);
-  dark.addEventListener("change", paintAll);
-  window.addEventListener("beforeprint", () => { printing = true; paintAll(); });
-  window.addEventListener("afterprint", () => { printing = false; paintAll(); });
+  dark.addEventListener("change", () => charts.forEach(draw));
   document.querySelectorAll('input[name="view"]').forEach((radio) =>
     radio.addEventListener("change", () => {
       view = radio.value;
