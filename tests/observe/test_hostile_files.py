@@ -70,7 +70,7 @@ def test_a_wrong_value_in_the_summary_or_the_settings_does_not_end_a_command(tmp
         assert "ended" in watch.outcome_line(folder, watch.Watched(watch.ENDED, "end", 1.0, process_is_there=False))
     for variant in variants(SETTINGS, wrong):
         (folder / "config.json").write_text(json.dumps(variant))
-        json.dumps(watch.state(folder, 600.0))
+        json.dumps(watch.state(folder))
         runs = read_runs([folder])
         report.as_json(runs)
     report.page(runs, "0")

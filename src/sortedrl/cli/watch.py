@@ -21,14 +21,6 @@ class WatchSettings(Settings):
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
     run: Annotated[Path | None, Field(description="run folder; default: the newest in runs/")] = None
-    stopped_after_seconds: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="a run that has written nothing for this long counts as stopped; one whose process is known to "
-            "have ended, at once",
-        ),
-    ] = 600.0
 
 
 SETTINGS = WatchSettings
@@ -44,11 +36,11 @@ def run(settings: WatchSettings) -> int:
         return 0
     try:
         if settings.json_output:
-            seen = watch.state(folder, settings.stopped_after_seconds)
+            seen = watch.state(folder)
             print(json.dumps(seen))
             return int(seen.get("outcome") in watch.FAILED)
         with console_of_run(settings) as console:
-            watched = watch.follow(folder, console, stopped_after_seconds=settings.stopped_after_seconds)
+            watched = watch.follow(folder, console)
     except KeyboardInterrupt:
         return 130
     for line in watch.outcome_line(folder, watched).split("\n"):

@@ -1,32 +1,27 @@
 """Follows a run from another process by reading events.jsonl and metrics.jsonl as they grow.
 
-    run --kept_readable--> files --Follower.catch_up--> console
-
 The log shows how a run ended. The phase `end` is followed by an evaluation, unless the last update was evaluated
-already, and by a summary. If the run was interrupted, only a checkpoint follows, and updates are left. If its data
-ended before its updates, the same may follow, and then a summary. A killed run writes nothing more, and neither does a
-run that is busy without an event. The lock of the process that writes the log tells the two apart. If it does not, as
-on another machine, watching continues until the silence is unusually long.
+already, and by a summary. If the run was interrupted, only a checkpoint follows. A killed run writes nothing more, and
+neither does a run that is busy without an event. The lock of the process that writes the log tells the two apart. If it
+does not, as on another machine, watching continues until the silence is long.
 
-Invariants: only complete lines are read; rolled-back lines are dropped, in both files, and so are events of earlier
-runs in the same log; nothing is written.
+Both files are read again as a whole when they have changed, for at most a tenth of the time: a fold cannot undo an
+event that a resume rolled back. Nothing is written.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.events import Event, Lost, Phase, RolledBack, RunBegan, Sink, Updated
-from sortedrl.log.lines import Damage, decoded_text
+from sortedrl.core.events import Event, Phase, Sink, Updated
+from sortedrl.core.wording import counted
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
-from sortedrl.log.reading import IntactLog, VoidTime, last_run, require_known_format, without_rolled_back
+from sortedrl.log.reading import IntactLog, read_intact
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_update, metrics_lines, read_object
@@ -34,8 +29,8 @@ from sortedrl.observe.wall_clock import bottleneck_line
 
 POLL_SECONDS = 0.25
 NOTED_SILENCE_SECONDS = 10.0
-END_SILENCE_SECONDS = 5.0  # after the phase `end`, if nothing follows
-UNUSUAL_SILENCE = 3  # times the longest silence so far
+LAST_LINES_SECONDS = 5.0  # after its process has ended, a run's last lines have been read
+STOPPED_AFTER_SECONDS = 600.0  # without an event, if it is not known whether its process is there
 
 RUNS, ENDED, INTERRUPTED, STOPPED, REMOVED = "runs", "ended", "interrupted", "stopped growing", "removed"
 FAILED = (STOPPED, REMOVED)
@@ -75,23 +70,24 @@ def newest_run(runs: Path) -> Path:
     return min(folders, key=_silence_of)
 
 
-def follow(folder: Path, console: RunConsole, *, stopped_after_seconds: float) -> Watched:
+def follow(folder: Path, console: RunConsole) -> Watched:
     """Show the run until it ends or has probably been killed."""
     follower = Follower(folder, console)
     while True:
+        began = time.monotonic()
         follower.catch_up()
-        watched = follower.watched(stopped_after_seconds)
+        watched = follower.watched()
         is_silent = watched.outcome == RUNS and watched.silent_seconds >= NOTED_SILENCE_SECONDS
         console.note = f"no event for {watched.silent_seconds:.0f} s" if is_silent else ""
         if watched.outcome != RUNS:
             return watched
-        time.sleep(POLL_SECONDS)
+        time.sleep(max(POLL_SECONDS, 9 * (time.monotonic() - began)))
 
 
-def state(folder: Path, stopped_after_seconds: float) -> dict[str, Any]:
+def state(folder: Path) -> dict[str, Any]:
     """The current state of the run as plain data."""
     console = PlainConsole(lambda line: None)
-    watched = Follower(folder, console).watched(stopped_after_seconds)
+    watched = Follower(folder, console).watched()
     moments = ("began_at", "ends_at", "seen_at")  # only meaningful to a display
     plain = {key: value for key, value in asdict(console.state.view(0.0)).items() if key not in moments}
     return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
@@ -102,8 +98,6 @@ def outcome_line(folder: Path, watched: Watched) -> str:
     is_of_train = _is_of_train(folder)
     if watched.outcome == STOPPED:
         last = f"last event is {watched.silent_seconds:.0f} s old, in phase {watched.phase}"
-        if watched.process_is_there:
-            return f"stopped growing: the {last}. Its process is still there: it may hang"
         resume = f"continue with: sortedrl train --resume {folder}" if is_of_train else "resume it in its own loop"
         if is_of_train and not any(folder.glob("checkpoints/update-*")):
             resume = f"it has no checkpoint yet: remove {folder} and start it again"
@@ -112,7 +106,7 @@ def outcome_line(folder: Path, watched: Watched) -> str:
         return f"stopped: its process has ended. The {last}. If it was killed, {resume}"
     if watched.outcome == REMOVED:
         return f"{folder} was removed, or its files were"
-    if watched.outcome == INTERRUPTED and is_of_train:
+    if watched.outcome == INTERRUPTED:
         return f"interrupted and saved. Continue with: sortedrl train --resume {folder}"
     try:
         return _result(read_object(folder / "summary.json") or {})
@@ -135,151 +129,94 @@ class Follower:
     def __init__(self, folder: Path, console: RunConsole) -> None:
         self._folder = folder
         self._console = console
-        self._event_file = GrowingFile(folder / "events.jsonl")
-        self._metrics_file = GrowingFile(folder / "metrics.jsonl")
-        self._earlier_runs = 0
-        self._is_damaged = False
-        self._read_all(announce_newest=True)
+        self._log, self._metrics = folder / "events.jsonl", folder / "metrics.jsonl"
+        self._read_at: list[tuple[int, int] | None] = []  # size and time of the files when they were read
+        self._phases = ["start"]  # since the latest harvest started
+        self._updates = 0
+        self._shown: set[tuple[int, float]] | None = None  # lines of metrics.jsonl, by update and seconds
+        self._notices: set[str] = set()
+        self.catch_up()
 
     def catch_up(self) -> None:
-        """Read new lines and show them."""
-        first_line = self._event_file.lines_read + 1
-        new_events, new_lines = self._event_file.new(), self._metrics_file.new()
-        if new_events is None or new_lines is None:
-            self._read_all()
+        """Read the files if they have changed, and show them. At first, only the latest update is printed."""
+        now = [_stamp(self._log), _stamp(self._metrics)]
+        if now == self._read_at:
             return
-        log = self._decoded(new_events, first_line)
-        runs = (self._last_at is not None) + sum(isinstance(event, RunBegan) for event in log)
-        if runs > 1 or any(isinstance(event, RolledBack) for event in log):
-            self._read_all()
-            return
-        self._feed(log)
-        for line in metrics_lines(new_lines):
-            self._show(line)
-        self._console.look(self._seen_at())
-
-    def watched(self, stopped_after_seconds: float) -> Watched:
-        silent, process = _silence_of(self._folder), _process_is_there(self._folder)
-        return Watched(self._outcome(silent, stopped_after_seconds, process), self._phases[-1], silent, process)
-
-    def _read_all(self, *, announce_newest: bool = False) -> None:
-        """Read from the beginning, as after a roll-back: a fold cannot undo an event."""
-        require_known_format(self._event_file.path)
-        self._metrics = Metrics()
+        self._read_at = now
         updates_in_all = (read_object(self._folder / "config.json") or {}).get("updates")
-        self._sink = self._console.begin(self._metrics, str(self._folder), updates_in_all)
-        self._phases = ["start"]  # since the latest harvest started or the run was resumed
-        self._updates = 0
-        self._updates_in_all: int | None = None
-        self._last_at: float | None = None
-        self._longest_silence = 0.0
-        self._void_time = VoidTime()  # of the latest roll-back
+        metrics = Metrics()
+        self._console.begin(metrics, str(self._folder), updates_in_all)
         with paused_gc():
-            self._feed_last_run(self._decoded(self._event_file.all(), 1))
-        lines = metrics_lines(self._metrics_file.all())
-        newest = max((place for place, line in enumerate(lines) if is_update(line)), default=None)
-        for place, line in enumerate(lines):
-            self._show(line, old=place != newest or not announce_newest)
+            try:
+                read = read_intact(self._log)
+            except FileNotFoundError:
+                read = IntactLog([], [], 0)
+            self._tell(read)
+            self._phases = ["start"]
+            for event in read.events:
+                metrics(event)
+                self._console.state(event)
+                if isinstance(event, Phase):
+                    self._phases = [event.phase] if event.phase == "harvest" else [*self._phases, event.phase]
+                elif isinstance(event, Updated):
+                    self._updates = event.update + 1
+        self._show_lines()
         self._console.look(self._seen_at())
 
-    def _feed_last_run(self, log: list[Event]) -> None:
-        """Other loops may append a run to the log of another one, whose events do not count."""
-        _, earlier_runs = last_run(log)
-        if earlier_runs > self._earlier_runs:
-            self._console.log(f"{self._event_file.path}: {IntactLog([], [], earlier_runs).notice}")
-        self._earlier_runs = earlier_runs
-        began = max((place for place, event in enumerate(log) if isinstance(event, RunBegan)), default=0)
-        resumed = max((place for place, event in enumerate(log) if isinstance(event, RolledBack)), default=-1)
-        self._feed(counted := without_rolled_back(log[began : resumed + 1]))
-        if resumed > began:
-            self._phases = ["start"]
-            self._void_time = VoidTime.between(counted, log[resumed])
-            self._console.state.resumed(sum(isinstance(event, Updated) for event in counted))
-        self._feed(log[max(began, resumed + 1) :])
+    def _show_lines(self) -> None:
+        lines = metrics_lines(_text(self._metrics).split("\n")[:-1])
+        newest = next((line for line in reversed(lines) if is_update(line)), None)
+        for line in lines:
+            key = line["update"], line["seconds"]
+            is_old = line is not newest if self._shown is None else key in self._shown
+            self._console.line(line, seen_at=self._seen_at(), old=is_old)
+        self._shown = {(line["update"], line["seconds"]) for line in lines}
 
-    def _feed(self, log: Sequence[Event]) -> None:
-        for event in map(self._void_time.taken_from, log):
-            self._metrics(event)
-            self._sink(event)
-            if self._last_at is not None:
-                self._longest_silence = max(self._longest_silence, event.at - self._last_at)
-            self._last_at = event.at
-            if isinstance(event, Phase):
-                self._phases = [event.phase] if event.phase == "harvest" else [*self._phases, event.phase]
-            elif isinstance(event, Updated):
-                self._updates = event.update + 1
+    def _tell(self, read: IntactLog) -> None:
+        """Each notice once. The last line of a growing log may be torn."""
+        unreadable = [damage for damage in read.damage if not damage.is_torn]
+        damage = f"{counted(len(unreadable), 'line')} cannot be read: metrics lack them" if unreadable else ""
+        for notice in {read.notice, damage} - {"", *self._notices}:
+            self._console.log(f"{self._log}: {notice}")
+            self._notices.add(notice)
 
-    def _decoded(self, lines: Sequence[str], first_line: int) -> list[Event]:
-        """With `Lost` for each line that cannot be read, and a notice about the first one."""
-        found = decoded_text("".join([f"{line}\n" for line in lines]), first_line)
-        damage = next((line for line in found if isinstance(line, Damage)), None)
-        if damage is not None and not self._is_damaged:
-            self._is_damaged = True
-            why = f"line {damage.line} cannot be read ({damage.why}): metrics lack it"
-            self._console.log(f"{self._event_file.path}: {why}")
-        return [Lost(self._last_at or 0.0) if isinstance(line, Damage) else line for line in found]
+    def watched(self) -> Watched:
+        silent, process = _silence_of(self._folder), _process_is_there(self._folder)
+        return Watched(self._outcome(silent, process), self._phases[-1], silent, process)
+
+    def _outcome(self, silent: float, process_is_there: bool | None) -> str:
+        if not is_run(self._folder):
+            return REMOVED
+        if "end" in self._phases and not _is_of_train(self._folder):
+            return ENDED
+        if process_is_there:
+            return RUNS
+        if "end" in self._phases:
+            if (read_object(self._folder / "summary.json") or {}).get("updates") == self._updates:
+                return ENDED
+            if process_is_there is False:
+                return INTERRUPTED
+        patience = STOPPED_AFTER_SECONDS if process_is_there is None else LAST_LINES_SECONDS
+        return STOPPED if silent > patience else RUNS
 
     def _seen_at(self) -> float:
         """When the run last wrote, on this process's clock."""
         return time.monotonic() - _silence_of(self._folder)
 
-    def _outcome(self, silent: float, stopped_after_seconds: float, process_is_there: bool | None) -> str:
-        if not is_run(self._folder):
-            return REMOVED
-        if "end" in self._phases:
-            after = self._phases[self._phases.index("end") + 1 :]
-            summarized = (read_object(self._folder / "summary.json") or {}).get("updates") == self._updates
-            if (after and (summarized or not _is_of_train(self._folder))) or (
-                not after and silent > END_SILENCE_SECONDS
-            ):
-                return ENDED
-            # A summary is to come if it evaluates at its end or has made all updates. If its data ended before, its
-            # process is still there after the checkpoint.
-            all_done = self._updates_in_all is not None and self._updates >= self._updates_in_all
-            if after and not ("evaluation" in after or all_done or process_is_there):
-                return INTERRUPTED
-        too_long = max(stopped_after_seconds, UNUSUAL_SILENCE * self._longest_silence)
-        if process_is_there is False:
-            too_long = END_SILENCE_SECONDS  # by now its last lines have been read
-        return STOPPED if silent > too_long else RUNS
 
-    def _show(self, line: dict[str, Any], *, old: bool = False) -> None:
-        self._updates_in_all = line.get("updates_in_all", self._updates_in_all)
-        self._console.line(line, seen_at=self._seen_at(), old=old)
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
-class GrowingFile:
-    """The complete lines of a file that another process appends to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.lines_read = 0
-        self._position = 0
-        self._identity: tuple[int, int] | None = None
-
-    def all(self) -> list[str]:
-        """The lines from the beginning."""
-        self._position = self.lines_read = 0
-        return self.new() or []
-
-    def new(self) -> list[str] | None:
-        """The lines since the last call; None if the file has been replaced or truncated."""
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                identity = (status.st_dev, status.st_ino)
-                if self._position and (identity != self._identity or status.st_size < self._position):
-                    return None
-                self._identity = identity
-                file.seek(self._position)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        lines = whole.decode(errors="replace").split("\n")[:-1]
-        self._position += len(whole)
-        self.lines_read += len(lines)
-        return lines
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _silence_of(folder: Path) -> float:
