@@ -302,7 +302,7 @@ def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Pa
     lines[9] = "{half a li\n"
     (run / "events.jsonl").write_text("".join(lines))
     said = watched(str(run)).stdout.splitlines()
-    assert [line for line in said if "1 line cannot be read" in line] == said[:1], "once, and it is watched to its end"
+    assert [line for line in said if "line 10 cannot be read" in line] == said[:1], "once, and it is watched to its end"
     assert "its process has ended" in said[-1]
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TextIO
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Event, Phase, Sink, Updated
-from sortedrl.core.wording import counted
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, read_intact
@@ -151,7 +150,7 @@ class Follower:
                 read = read_intact(self._log)
             except FileNotFoundError:
                 read = IntactLog([], [], 0)
-            self._tell(read)
+            self._tell(read._replace(damage=[damage for damage in read.damage if not damage.is_torn]))
             self._phases = ["start"]
             for event in read.events:
                 metrics(event)
@@ -173,10 +172,9 @@ class Follower:
         self._shown = {(line["update"], line["seconds"]) for line in lines}
 
     def _tell(self, read: IntactLog) -> None:
-        """Each notice once. The last line of a growing log may be torn."""
-        unreadable = [damage for damage in read.damage if not damage.is_torn]
-        damage = f"{counted(len(unreadable), 'line')} cannot be read: metrics lack them" if unreadable else ""
-        for notice in {read.notice, damage} - {"", *self._notices}:
+        """Each notice once, of unreadable lines about the first one. The last line of a growing log may be torn."""
+        unreadable = [f"line {one.line} cannot be read ({one.why}): metrics lack it" for one in read.damage[:1]]
+        for notice in {read.notice, *unreadable} - {"", *self._notices}:
             self._console.log(f"{self._log}: {notice}")
             self._notices.add(notice)
 
