@@ -22,7 +22,7 @@ from forked import Done
 from processes import is_running, wait_for_end
 from sortedrl.studies.compare import runs as compare_runs
 from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
-from sortedrl.studies.compare.runs import StudyProgress, StudyRun, core_shares, error_of, run_all, runs_of
+from sortedrl.studies.compare.runs import StudyRun, core_shares, error_of, run_all, runs_of
 from sortedrl.studies.compare.study import parsed_study
 from sortedrl.studies.compare.study_folder import run_study
 
@@ -244,8 +244,6 @@ class Scripted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, script_of: Callable[[StudyRun], str]) -> None:
         self.started: list[str] = []
-        self.ended: list[tuple[str, str | None]] = []
-        self.stopped = ""
         self._folder = folder
 
         def start(run: StudyRun, cores: Any) -> subprocess.Popen[bytes]:
@@ -261,39 +259,10 @@ class Scripted:
     def run(self, *, seeds: int, jobs: int = 1) -> None:
         study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)
         runs = runs_of(parsed_study(study, "toy"), self._folder)
-        progress = StudyProgress(runs, lambda line: None)
-        self.stopped = run_all(runs, jobs, progress, self._on_end, most_failures=2)
+        run_all(runs, jobs, self._on_end, lambda line: None)
 
     def _on_end(self, run: StudyRun, error: str | None) -> str:
-        self.ended.append((run.name, error))
         return ""
-
-    @property
-    def finished(self) -> list[str]:
-        return [name for name, error in self.ended if error is None]
-
-
-def test_if_runs_of_all_arms_fail_the_study_stops_and_explains_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    study = Scripted(monkeypatch, tmp_path, lambda run: FAILS)
-    study.run(seeds=3)
-    assert study.started == ["baseline seed 0", "elevator seed 0"]
-    expected = "STOPPED: 2 runs of all arms failed one after another, so 4 others are not started."
-    assert study.stopped.startswith(expected)
-    assert str(tmp_path / "runs/elevator/seed-0.log") in study.stopped and "the same command continues" in study.stopped
-
-
-def test_an_arm_that_always_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def script_of(run: StudyRun) -> str:
-        if run.arm == "elevator":
-            return f"touch {{study}}/go; {FAILS}" if run.seed == 1 else FAILS
-        return WAITS_FOR_OTHERS
-
-    study = Scripted(monkeypatch, tmp_path, script_of)
-    study.run(seeds=4, jobs=3)
-    assert sorted(study.finished) == [f"baseline seed {seed}" for seed in range(4)]
-    assert study.stopped == ""
 
 
 def test_the_other_runs_save_if_a_result_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -335,54 +304,25 @@ def test_damaged_metrics_are_one_error(damage: str, good: Path) -> None:
         read_run(good, ["grad_norm"])
 
 
-def test_a_finished_run_with_damaged_metrics_is_run_again(
+def test_a_finished_run_with_damaged_metrics_has_failed(
     good: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The study was killed before it had read the results, or asks for one more metric now."""
-    out, damage = tmp_path / "out", '{"update": 1, "sec'
-    scripted = Scripted(monkeypatch, tmp_path, lambda run: f"cp -r {good} {{folder}}")
-    text = STUDY.format(model="m", settings=SETTINGS)
-
-    def run_again(text: str) -> str:
-        scripted.started.clear()
-        stream = io.StringIO()
-        run_study(parsed_study(text, "toy"), out, 1, stream, "0")
-        assert all("error" not in line for line in {by_name(line): line for line in lines(out)}.values())
-        return stream.getvalue()
-
-    run_again(text)
-    assert len(scripted.started) == 4
-    broken = out / "runs/elevator/seed-1"
-    (broken / "metrics.jsonl").write_text(damage)
-    assert "4 of 4 runs are finished" in run_again(text) and not scripted.started, "its results are known"
-
-    with_one_more = text.replace('metrics = ["grad_norm"]', 'metrics = ["grad_norm", "entropy"]')
-    printed = run_again(with_one_more)
-    assert scripted.started == ["elevator seed 1"] and "elevator seed 1 is run again, and its folder is now" in printed
-    assert (broken.with_name("damaged-seed-1") / "metrics.jsonl").read_text() == damage
-
-    (broken / "metrics.jsonl").write_text(damage)
-    kept = [line for line in lines(out) if by_name(line) != ("elevator", 1)]
-    (out / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    run_again(with_one_more)
-    assert scripted.started == ["elevator seed 1"]
-    assert not run_again(with_one_more).count("run again") and not scripted.started
-
-
-def test_failed_runs_are_no_work_done_in_the_time_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runs = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)
-    clock = iter([0.0, *[10.0] * 9])
-    monkeypatch.setattr("sortedrl.studies.compare.runs.time.monotonic", lambda: next(clock))
-    printed: list[str] = []
-    progress = StudyProgress(runs, printed.append)
-    progress.ended(runs[0], runs[1:2], "FAILED", failed=True)
-    assert progress.seconds_left() is None, "it failed within 2 s: that is not the speed of a run"
-    progress.ended(runs[1], runs[:0], "done", failed=False)
-    assert progress.seconds_left() == 20.0
-    assert printed == [
-        "[1/4] baseline seed 0: FAILED; 1 running, 1 failed",
-        "[2/4] elevator seed 0: done; 0 running, 1 failed, 0:20 left",
+    """The study was killed before it had read the results."""
+    out, printed = tmp_path / "out", io.StringIO()
+    scripted = Scripted(monkeypatch, tmp_path, lambda run: FAILS if run.seed else f"cp -r {good} {{folder}}")
+    shutil.copytree(good, broken := out / "runs/elevator/seed-0")
+    (broken / "metrics.jsonl").write_text('{"update": 1, "sec')
+    (out / "study.toml").touch()
+    found = run_study(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), out, 1, printed, "0")
+    assert scripted.started == ["baseline seed 0", "baseline seed 1", "elevator seed 1"]
+    assert [(one["arm"], one["seed"]) for one in found.failures] == [
+        ("elevator", 0),
+        ("baseline", 1),
+        ("elevator", 1),
     ]
+    assert found.failures[0]["error"].endswith("Remove the folder to run it again")
+    assert "[2/4] baseline seed 0: held-out score 0.200 -> 0.600 in 0:03; 0 running, 0:0" in printed.getvalue()
+    assert "[4/4] elevator seed 1: FAILED: no space left (exit code 2); 0 running\n" in printed.getvalue()
 
 
 # Real studies

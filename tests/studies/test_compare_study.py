@@ -90,10 +90,10 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["several contrasts are primary"],
     ),
     "an arm twice": (TWO_ARMS + '[arms.a]\nmode = "partial"\n' + CONTRAST, ["not TOML", "arms"]),
-    "equal arms": (TWO_ARMS.replace("partial", "baseline") + CONTRAST, ["same settings as arm a"]),
+    "equal arms": (TWO_ARMS.replace("partial", "baseline") + CONTRAST, ["another arm has its name or its settings"]),
     "a value of the grid twice": (
         'seeds = 1\n[grid]\nmode = ["x", "x"]\n' + CONTRAST,
-        ["'x'", "two arms have this name"],
+        ["'x'", "another arm has its name or its settings"],
     ),
     "a name that is no folder": (TWO_ARMS.replace("[arms.a]", '[arms."../a"]') + CONTRAST, ["'../a'", "folder"]),
     "a name that no file system takes": (
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[str, list[str]]] = {
         ["at most 200"],
     ),
     "a seed in an arm": (TWO_ARMS.replace('"baseline"', '"baseline"\nseed = 1') + CONTRAST, ["seed", "seeds = "]),
-    "set twice": (TWO_ARMS + '[grid]\nmode = ["x"]\n' + CONTRAST, ["mode", "both set it"]),
+    "set twice": (TWO_ARMS + '[grid]\nmode = ["x"]\n' + CONTRAST, ["'b,x'", "its settings"]),
     "a metric that is an outcome": ('metrics = ["seconds"]\n' + TWO_ARMS + CONTRAST, ["seconds", "already"]),
     "not TOML": ("seeds = = 2", ["not TOML", "line 1"]),
 }

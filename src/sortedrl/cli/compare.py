@@ -20,8 +20,8 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.wording import counted
 from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
-from sortedrl.studies.compare import text
 from sortedrl.studies.compare.comparison import Comparison, as_json
+from sortedrl.studies.compare.report import parts
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
 from sortedrl.studies.compare.study_folder import check_runs, rebuild, refuse_other_folder, run_study, study_of
 from sortedrl.training.settings import TrainSettings, check_what_must_exist
@@ -107,7 +107,7 @@ def _show(settings: CompareSettings, comparison: Comparison) -> int:
     if settings.json_output:
         print(json.dumps(as_json(comparison, __version__)))
     else:
-        tables.show(table_console(), text.parts(comparison))
+        tables.show(table_console(), parts(comparison))
     return 2 if comparison.failures else 0
 
 

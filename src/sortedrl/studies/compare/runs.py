@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ import sys
 import time
 import tomllib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +32,9 @@ from sortedrl.core.wording import printable
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.console import clock
 from sortedrl.studies.compare.study import Settings, Study
-from sortedrl.training.run_lock import FolderInUse, refuse_if_in_use
 
 POLL_SECONDS = 0.2
-LINE_SECONDS = 60.0  # between lines if no run ends
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
-TAIL_BYTES = 16_384  # of a file that only its last lines are wanted of
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +75,6 @@ class StudyRun:
             return {key: value for key, value in started.items() if key != "out"} or None
         return None
 
-    def fraction_done(self) -> float:
-        """Of its updates; 0 before the first one."""
-        if self.is_finished:
-            return 1.0
-        for text in reversed(_last_lines(self.folder / "metrics.jsonl")):
-            with suppress(ValueError, KeyError, TypeError, RecursionError):
-                line = json.loads(text)
-                return float(line["update"] / line["updates_in_all"])
-        return 0.0
-
 
 def runs_of(study: Study, folder: Path) -> list[StudyRun]:
     """All arms of the first seed, then of the second: pairs are complete early, and a slowdown hits all arms."""
@@ -97,23 +83,6 @@ def runs_of(study: Study, folder: Path) -> list[StudyRun]:
         for seed in study.seeds
         for arm in study.arms
     ]
-
-
-def wait_for_earlier_runs(runs: Iterable[StudyRun], log: Callable[[str], None], patience: float = SAVE_SECONDS) -> None:
-    """Runs of an earlier call that was killed may still be saving."""
-    until = 0.0
-    for run in runs:
-        while True:
-            try:
-                refuse_if_in_use(run.folder)
-                break
-            except FolderInUse:
-                if not until:
-                    log("waiting for the runs of an earlier call to save and end")
-                    until = time.monotonic() + patience
-                elif time.monotonic() > until:
-                    raise
-            time.sleep(POLL_SECONDS)
 
 
 def start(run: StudyRun, cores: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -140,23 +109,9 @@ def start(run: StudyRun, cores: Sequence[int]) -> subprocess.Popen[bytes]:
 
 
 def toml_of(settings: Mapping[str, Any]) -> str:
-    """One key per line, tables inline."""
-    return "".join(f"{_toml_key(key)} = {_toml(value)}\n" for key, value in settings.items())
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, float):
-        return repr(value)
-    plain = value if isinstance(value, bool | int) else str(value)
-    return json.dumps(plain, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml(key)
+    """One key per line, tables inline. Texts, lists and finite numbers are written as in JSON."""
+    as_toml = json.JSONEncoder(ensure_ascii=False, separators=(", ", " = "), default=str, allow_nan=False).encode
+    return "".join(f"{as_toml(key)} = {as_toml(value)}\n" for key, value in settings.items()).replace("\x7f", "\\u007f")
 
 
 def error_of(run: StudyRun, exit_code: int) -> str | None:
@@ -164,84 +119,34 @@ def error_of(run: StudyRun, exit_code: int) -> str | None:
     if exit_code == 0 and run.is_finished:
         return None
     how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
-    lines = [line.strip() for line in _last_lines(run.log) if line.strip()]
-    return f"{lines[-1]} ({how})" if lines else how
-
-
-def _last_lines(path: Path) -> list[str]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
+    lines = run.log.read_text(encoding="utf-8", errors="replace").split("\n") if run.log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{last} ({how})" if last else how
 
 
 # All runs
 
 
-class StudyProgress:
-    """One line per run that ends, and one per minute, with the time left."""
+def run_all(
+    runs: Sequence[StudyRun],
+    jobs: int,
+    on_end: Callable[[StudyRun, str | None], str],
+    log: Callable[[str], None],
+    finished_before: int = 0,
+) -> None:
+    """Run all, at most `jobs` at once, and return when they have ended. `on_end` gets the error of a run, and returns
+    what to log beside the time that is left.
 
-    def __init__(self, runs: Sequence[StudyRun], log: Callable[[str], None], *, finished_before: int = 0) -> None:
-        self._log = log
-        self._total, self._ended, self._failed = len(runs) + finished_before, finished_before, 0
-        self._at_start = {run.name: run.fraction_done() for run in runs}
-        self._done = dict(self._at_start)  # without runs that failed: they are neither left nor done
-        self._began = self._last = time.monotonic()
-
-    def ended(self, run: StudyRun, running: Sequence[StudyRun], text: str, *, failed: bool) -> None:
-        self._ended += 1
-        self._failed += failed
-        self._done[run.name] = 1.0
-        if failed:
-            del self._done[run.name]
-        self._line(f"{run.name}: {text}", running)
-
-    def tick(self, running: Sequence[StudyRun]) -> None:
-        if time.monotonic() - self._last >= LINE_SECONDS:
-            self._done |= {run.name: run.fraction_done() for run in running}
-            self._line("running", running)
-
-    def seconds_left(self) -> float | None:
-        """From the work of this call; None before anything was done."""
-        done = sum(fraction - self._at_start[name] for name, fraction in self._done.items())
-        left = len(self._done) - sum(self._done.values())
-        return (time.monotonic() - self._began) * left / done if done > 0 else None
-
-    def _line(self, text: str, running: Sequence[StudyRun]) -> None:
-        self._last = time.monotonic()
-        parts = [f"{len(running)} running"] + [f"{self._failed} failed"] * bool(self._failed)
-        if self._ended < self._total and (seconds := self.seconds_left()) is not None:
-            parts.append(f"{clock(seconds)} left")
-        place = f"[{self._ended:{len(str(self._total))}}/{self._total}]"
-        self._log(f"{place} {printable(text)}; {', '.join(parts)}")
-
-
-OnEnd = Callable[[StudyRun, str | None], str]  # gets the error, returns what to tell the user
-_Process = tuple[StudyRun, subprocess.Popen[bytes], tuple[int, ...]]  # with its cores
-
-
-def run_all(runs: Iterable[StudyRun], jobs: int, progress: StudyProgress, on_end: OnEnd, most_failures: int) -> str:
-    """Run all, at most `jobs` at once, and return when they have ended.
-
-    If runs of all arms fail one after another, at least `most_failures`, no more are started, and the text returned
-    says so: the same command tries them again. Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an
-    error, all runs save and end.
+    Raises `KeyboardInterrupt` on SIGINT, SIGTERM and SIGHUP. Also after an error, all runs save and end.
     """
-    waiting, running = deque(runs), list[_Process]()
-    failed: list[StudyRun] = []  # since the last run that finished
+    waiting = deque(runs)
+    running: list[tuple[StudyRun, subprocess.Popen[bytes], tuple[int, ...]]] = []  # with its cores
     free = deque(core_shares(sorted(os.sched_getaffinity(0)), jobs))
-
-    def all_fail() -> bool:
-        """Many, and in every arm that still has runs to start: an arm that always fails does not stop the others."""
-        return len(failed) >= most_failures and {run.arm for run in waiting} <= {run.arm for run in failed}
-
+    began, total, finished = time.monotonic(), finished_before + len(runs), 0
     with _signals_interrupt():
         try:
-            while running or (waiting and not all_fail()):
-                while waiting and free and not all_fail():
+            while running or waiting:
+                while waiting and free:
                     run, cores = waiting.popleft(), free.popleft()
                     running.append((run, start(run, cores), cores))
                 time.sleep(POLL_SECONDS)
@@ -251,9 +156,11 @@ def run_all(runs: Iterable[StudyRun], jobs: int, progress: StudyProgress, on_end
                     running.remove(process)
                     free.append(cores)
                     error = error_of(run, popen.returncode)
-                    failed = [] if error is None else [*failed, run]
-                    progress.ended(run, [one[0] for one in running], on_end(run, error), failed=error is not None)
-                progress.tick([one[0] for one in running])
+                    finished += error is None
+                    left = len(waiting) + len(running)
+                    pace = f", {clock((time.monotonic() - began) / finished * left)} left" if finished and left else ""
+                    text = printable(f"{run.name}: {on_end(run, error)}")
+                    log(f"[{total - left}/{total}] {text}; {len(running)} running{pace}")
         except BaseException:
             _let_save([popen for _, popen, _ in running])
             raise
@@ -261,12 +168,6 @@ def run_all(runs: Iterable[StudyRun], jobs: int, progress: StudyProgress, on_end
             for _, popen, _ in running:
                 _kill_group(popen)
                 popen.wait()
-    if not waiting:
-        return ""
-    return (
-        f"STOPPED: {len(failed)} runs of all arms failed one after another, so {len(waiting)} others are not started. "
-        f"Fix the cause ({failed[-1].log} has the last error); the same command continues."
-    )
 
 
 def _let_save(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -180,20 +180,17 @@ def arms_of(settings: Mapping[str, Any], arms: Mapping[str, Any], grid: Mapping[
     found: dict[str, Settings] = {}
     for (arm, own), *point in product((arms or {"": {}}).items(), *(list(_axis(*one)) for one in grid.items())):
         name = ",".join([arm] * bool(arms) + [value for value, _ in point])
-        if name in found:
-            raise ConfigurationError("arms", name, "two arms have this name", "Name each one once.")
         if not ARM_NAME.fullmatch(name):
             fix = "Use letters, digits and +-._=, only."
             raise ConfigurationError("arms", name, "the name is that of a folder, of at most 200 characters", fix)
-        found[name] = merged = _merged([("the arm", own), *point])
+        merged = dict(item for values in (own, *(of for _, of in point)) for item in values.items())
         for key in SET_BY_THE_STUDY:
             if key in (both := {**settings, **merged}):
                 fix = "Use seeds = [...] at the top." if key == "seed" else "Leave it out."
                 raise ConfigurationError(key, both[key], "the study sets it for each run", fix)
-        other = next(arm for arm, values in found.items() if values == merged)
-        if other != name:  # with the same seeds they would be the same runs
-            why = f"it has the same settings as arm {other}"
-            raise ConfigurationError("arms", name, why, "Leave one of them out.")
+        if name in found or merged in found.values():  # with the same seeds they would be the same runs
+            raise ConfigurationError("arms", name, "another arm has its name or its settings", "Leave one of them out.")
+        found[name] = merged
     return found
 
 
@@ -213,25 +210,12 @@ def _axis(key: str, values: Any) -> Iterator[tuple[str, Settings]]:
             raise ConfigurationError(f"grid.{key}", value, "such a value cannot name an arm", fix)
 
 
-def _merged(tables: Iterable[tuple[str, Settings]]) -> Settings:
-    found: Settings = {}
-    set_by: dict[str, str] = {}
-    for name, settings in tables:
-        for key, value in settings.items():
-            if key in found:
-                why = f"{set_by[key]} and {name} both set it"
-                raise ConfigurationError(key, value, why, "Leave it out of one of them.")
-            found[key], set_by[key] = value, name
-    return found
-
-
 def _check_contrasts(study: Study) -> None:
     primary = [contrast.name for contrast in study.contrasts if contrast.primary]
     if len(primary) != 1:
         why = "several contrasts are primary" if primary else "no contrast is primary"
         fix = "Set primary = true on the one that answers the question."
         raise ConfigurationError("contrasts", primary, why, fix)
-    seen = set()
     for contrast in study.contrasts:
         outcome = contrast.outcome
         for key, arm in (("arm", contrast.arm), ("minus", contrast.minus)):
@@ -247,6 +231,3 @@ def _check_contrasts(study: Study) -> None:
             if outcome in NEEDS_THRESHOLD:
                 why, fix = "the study has no threshold", FIXES["threshold"]
             raise ConfigurationError("contrasts: outcome", outcome, why, fix)
-        if (pair := (contrast.arm, contrast.minus, outcome)) in seen:
-            raise ConfigurationError("contrasts", contrast.name, "it is there twice", "Leave one out.")
-        seen.add(pair)

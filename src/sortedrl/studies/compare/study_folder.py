@@ -15,11 +15,11 @@ from sortedrl.observe.console import clock
 from sortedrl.observe.report.self_contained import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
-from sortedrl.studies.compare.page import page
+from sortedrl.studies.compare.report import page
 from sortedrl.studies.compare.results import Results, append, read_results, record_plan, result_line
-from sortedrl.studies.compare.runs import StudyProgress, StudyRun, run_all, runs_of, wait_for_earlier_runs
+from sortedrl.studies.compare.runs import StudyRun, run_all, runs_of
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
-from sortedrl.training.run_lock import locked
+from sortedrl.training.run_lock import locked, refuse_if_in_use
 
 STUDY, RESULTS, PAGE = "study.toml", "results.jsonl", "compare.html"
 LARGE = ("checkpoints", "model")  # of a finished run: the study needs neither
@@ -40,43 +40,33 @@ def run_study(study: Study, folder: Path, jobs: int, stream: TextIO, version: st
 def _run_what_is_missing(study: Study, folder: Path, jobs: int, version: str, log: Log) -> Comparison:
     runs, results = runs_of(study, folder), folder / RESULTS
     known = _results_so_far(study, folder, runs).finished
-    wait_for_earlier_runs(runs, log)
+    for run in runs:
+        refuse_if_in_use(run.folder)  # of an earlier call that was killed: it may still be saving
     write_atomically(folder / STUDY, study.text)
     record_plan(results, study)
 
     def add(run: StudyRun, error: str | None = None) -> str:
-        """Add the line of a run that ended, and make room. `IncompleteRun`: a finished run lacks results."""
-        line = result_line(study, run, error, known.get(run.key))
+        """Add the line of a run that ended, and make room."""
+        try:
+            line = result_line(study, run, error)
+        except IncompleteRun as incomplete:
+            line = result_line(study, run, f"{incomplete}. Remove the folder to run it again")
         append(results, line)
-        if error is not None:
-            return f"FAILED: {error}"
+        if "error" in line:
+            return f"FAILED: {line['error']}"
         for name in () if study.keep_models else LARGE:
             shutil.rmtree(run.folder / name, ignore_errors=True)
         first, *_, last = 2 * line["curve"]["score"]
         return f"held-out score {first:.3f} -> {last:.3f} in {clock(line['wall_seconds'])}"
 
-    def record(run: StudyRun, error: str | None) -> str:
-        try:
-            return add(run, error)
-        except IncompleteRun as incomplete:
-            return add(run, str(incomplete))
-
     for run in runs:
-        if run.is_finished and not {"length", *study.metrics} <= known.get(run.key, {"series": {}})["series"].keys():
-            try:
-                add(run)  # it finished in an earlier call
-            except IncompleteRun as damage:
-                known.pop(run.key, None)
-                damaged = run.folder.with_name(f"damaged-{run.folder.name}")
-                shutil.rmtree(damaged, ignore_errors=True)
-                log(f"{run.name} is run again, and its folder is now {run.folder.rename(damaged)}: {damage}")
+        if run.is_finished and run.key not in known:
+            add(run)  # it finished in an earlier call
     waiting = [run for run in runs if not run.is_finished and run.key not in known]
     finished = len(runs) - len(waiting)
     log(f"{folder}: {finished} of {len(runs)} runs are finished, {min(jobs, len(waiting))} at once")
-    progress = StudyProgress(waiting, log, finished_before=finished)
     try:
-        if stopped := run_all(waiting, jobs, progress, record, most_failures=max(2, len(study.arms))):
-            log(stopped)
+        run_all(waiting, jobs, add, log, finished)
     finally:
         comparison = compare(study, read_results(results))
         _write(comparison, folder / PAGE, version, log)
@@ -150,16 +140,9 @@ def rebuild(source: Path, study_file: Path | None, out: Path | None, log: Log, v
 def _write(comparison: Comparison, html: Path, version: str, log: Log) -> None:
     """The page, and the numbers beside it. Without jinja2 there is no page, and a line that names the package."""
     plain = html.with_suffix(".json")
-    written = f"{html} and {plain}"
+    write_page(plain, json.dumps(as_json(comparison, version), indent=1) + "\n")
     try:
         write_page(html, page(comparison, version))
     except ConfigurationError as error:
         log(f"no page: {error}")
-        written = str(plain)
-    try:
-        plain.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(plain, json.dumps(as_json(comparison, version), indent=1) + "\n")
-    except OSError as error:
-        why = f"{plain.name} cannot be written there ({error.strerror})"
-        raise ConfigurationError("out", str(plain.parent), why, "Name a folder that you may write to.") from None
-    log(f"written: {written}")
+    log(f"written: {plain}, and {html.name} beside it")

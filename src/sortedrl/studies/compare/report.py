@@ -1,20 +1,33 @@
-"""A comparison in words and tables of a terminal."""
+"""A comparison in words and tables of a terminal, and as a page: the answer, the contrasts, the learning curves with
+bands, all outcomes, and failed runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from rich.console import RenderableType
 
 from sortedrl.core.wording import counted, printable
+from sortedrl.observe.report.charts import Chart, Dot, layout, mean_curve, rounded
+from sortedrl.observe.report.runs import colors_of
+from sortedrl.observe.report.self_contained import render
 from sortedrl.studies.compare.comparison import Compared, Comparison, Summary
 from sortedrl.studies.compare.outcomes import OUTCOMES
-from sortedrl.studies.compare.paired import Interval
+from sortedrl.studies.compare.paired import CONFIDENCE, Interval, t_quantile
 from sortedrl.studies.tables import table
 
 UNKNOWN = "-"
+FOLDER = Path(__file__).parent / "page"
+AXES = {  # of the learning curves: a field of `Point`, and its title
+    "rollouts": ("rollouts", "rollouts trained on"),
+    "seconds": ("seconds", "seconds, without evaluations"),
+    "updates": ("update", "update"),
+}
 IN_THE_TERMINAL = ("final_score", "curve_area", "samples_to_threshold", "staleness", "seconds")  # the page has all
 
 
@@ -36,8 +49,9 @@ def answer(compared: Compared) -> str:
     outcome, found = compared.outcome, compared.difference
     head = f"{compared.name}, {outcome}: "
     if found is None:
-        lacks = "on the same problems" if compared.seeds_on_other_problems else "yet"
-        return f"{head}no seed has both runs {'on one device' if compared.seeds_on_two_devices else lacks}."
+        return (
+            f"{head}no seed has both runs {'on one device and the same problems' if compared.other_seeds else 'yet'}."
+        )
     mean = f"{head}{number(outcome, found.mean, '+')}"
     if found.t_interval is None:
         if found.pairs > 1:
@@ -79,17 +93,10 @@ def study_as_planned(comparison: Comparison) -> str:
     elif known:
         said.append(f"first recorded after {counted(known, 'result')} were known")
     for one in comparison.changes:
-        values = f"{_said(one['before'])} -> {_said(one['now'])}"
-        said.append(f"changed after {counted(one['after_results'], 'result')} were known: {one['key']} {values}")
+        values = f"{one['key']} {one['before']} -> {one['now']}"
+        said.append(f"changed after {counted(one['after_results'], 'result')} were known: {values}")
     said += ["what was not planned is exploratory"] * bool(comparison.changes)
     return f"Study {comparison.study.digest}: {'; '.join(said) or 'as planned before the first result'}."
-
-
-def _said(value: Any) -> str:
-    if not isinstance(value, list):
-        return "none" if value is None else str(value)
-    is_range = len(value) > 1 and all(type(b) is int and b - a == 1 for a, b in pairwise(value))
-    return f"{value[0]} to {value[-1]}" if is_range else ", ".join(map(str, value))
 
 
 def censoring(compared: Compared) -> str:
@@ -152,3 +159,75 @@ def summary_text(outcome: str, summary: Summary | None) -> str:
         return number(outcome, summary.mean)
     middle = "not reached" if summary.median is None else f"median {number(outcome, summary.median)}"
     return f"{middle} ({summary.censored} of {summary.runs} censored)"
+
+
+# The page
+
+
+def page(comparison: Comparison, version: str) -> str:
+    study = comparison.study
+    modes = [str(study.settings_of(arm).get("mode")) for arm in study.arms]
+    colors = dict(zip(study.arms, colors_of(modes), strict=True))
+    charts = [learning_chart(comparison, colors), *difference_charts(comparison)]
+    sizes = counted(len(study.arms), "arm"), counted(len(study.seeds), "seed")
+    devices = sorted({run.device for run in comparison.finished})
+    content = {
+        "subtitle": ", ".join((f"study {study.name}", *sizes, *(devices or ["no finished run"]))),
+        "comparison": comparison,
+        "colors": colors,
+        "charts": charts,
+        "meanings": {name: outcome.meaning for name, outcome in OUTCOMES.items()},
+        **{one.__name__: one for one in (answer, caveats, censoring, contrast_row, number, summary_text)},
+    }
+    return render("compare.html.j2", content, charts, version, folder=FOLDER)
+
+
+def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
+    """Mean score per arm; the band is the 95 % interval of the mean over seeds."""
+    at = comparison.study.threshold
+    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at}
+    line |= {"line": {"color": "#888888", "width": 1, "dash": "dot"}}
+    views = {}
+    for name, (axis, title) in AXES.items():
+        axes = layout(title, "held-out score", hovermode="x", showlegend=True, shapes=[] if at is None else [line])
+        axes["xaxis"]["rangemode"] = "tozero"
+        data = []
+        for arm, color in colors.items():
+            curves = [[Dot(p.update, getattr(p, axis), p.score) for p in run.curve] for run in comparison.of_arm(arm)]
+            data += mean_curve(arm, color, curves, T_INTERVAL)
+        views[name] = {"data": data, "layout": axes}
+    return Chart("learning", "Held-out score", views, height=380)
+
+
+def _edge(side: int, values: Sequence[float]) -> float:
+    """Of the t interval of the mean."""
+    t = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1)
+    return fmean(values) + side * t * stdev(values) / math.sqrt(len(values))
+
+
+T_INTERVAL = {"low": partial(_edge, -1), "high": partial(_edge, 1)}
+
+
+def difference_charts(comparison: Comparison) -> list[Chart]:
+    """One chart per outcome that a contrast names: differences of several pairs with their t intervals. The same
+    difference in all pairs has none."""
+    charts = []
+    for outcome in dict.fromkeys(compared.outcome for compared in comparison.contrasts):
+        found = [
+            (compared.name, compared.difference)
+            for compared in comparison.contrasts
+            if compared.outcome == outcome and compared.difference and compared.difference.pairs > 1
+        ]
+        if not found:
+            continue
+        halves = [rounded(one.t_interval.high - one.mean) if one.t_interval else None for _, one in found]
+        marks: dict[str, Any] = {"type": "scatter", "mode": "markers", "orientation": "h", "name": outcome}
+        marks |= {"y": [name for name, _ in found], "x": [rounded(one.mean) for _, one in found]}
+        marks |= {"error_x": {"type": "data", "array": halves, "thickness": 1.5, "width": 5}}
+        marks |= {"marker": {"size": 9, "color": "#2b7fb8"}}
+        axes = layout(f"{outcome}: difference, 95 % t interval", "", hovermode="closest")
+        axes["xaxis"]["rangemode"] = "tozero"
+        axes["yaxis"] |= {"autorange": "reversed", "ticksuffix": "  "}
+        view = {"data": [marks], "layout": axes}
+        charts.append(Chart(f"difference-{outcome}", outcome, {"": view}, height=110 + 34 * len(found)))
+    return charts
