@@ -16,9 +16,9 @@ from rich.console import Console
 
 from chromium import Chromium, chromium_or_skip
 from sortedrl.cli import main
-from sortedrl.studies.compare import report as text
+from sortedrl.studies.compare import page as text
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
-from sortedrl.studies.compare.report import difference_charts
+from sortedrl.studies.compare.page import difference_charts
 from sortedrl.studies.compare.results import append, problems_in, read_results, record_plan
 from sortedrl.studies.compare.study import parsed_study, read_study
 from sortedrl.studies.compare.study_folder import run_study

@@ -21,7 +21,7 @@ from sortedrl.core.wording import counted
 from sortedrl.settings.base import Settings
 from sortedrl.studies import tables
 from sortedrl.studies.compare.comparison import Comparison, as_json
-from sortedrl.studies.compare.report import parts
+from sortedrl.studies.compare.page import parts
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
 from sortedrl.studies.compare.study_folder import check_runs, rebuild, refuse_other_folder, run_study, study_of
 from sortedrl.training.settings import TrainSettings, check_what_must_exist

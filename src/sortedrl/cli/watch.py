@@ -21,6 +21,14 @@ class WatchSettings(Settings):
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
     run: Annotated[Path | None, Field(description="run folder; default: the newest in runs/")] = None
+    stopped_after_seconds: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="a run that has written nothing for this long counts as stopped, if it is unknown whether its "
+            "process is there",
+        ),
+    ] = watch.STOPPED_AFTER_SECONDS
 
 
 SETTINGS = WatchSettings
@@ -36,11 +44,11 @@ def run(settings: WatchSettings) -> int:
         return 0
     try:
         if settings.json_output:
-            seen = watch.state(folder)
+            seen = watch.state(folder, settings.stopped_after_seconds)
             print(json.dumps(seen))
             return int(seen.get("outcome") in watch.FAILED)
         with console_of_run(settings) as console:
-            watched = watch.follow(folder, console)
+            watched = watch.follow(folder, console, settings.stopped_after_seconds)
     except KeyboardInterrupt:
         return 130
     for line in watch.outcome_line(folder, watched).split("\n"):

@@ -69,9 +69,9 @@ def newest_run(runs: Path) -> Path:
     return min(folders, key=_silence_of)
 
 
-def follow(folder: Path, console: RunConsole) -> Watched:
+def follow(folder: Path, console: RunConsole, stopped_after_seconds: float = STOPPED_AFTER_SECONDS) -> Watched:
     """Show the run until it ends or has probably been killed."""
-    follower = Follower(folder, console)
+    follower = Follower(folder, console, stopped_after_seconds)
     while True:
         began = time.monotonic()
         follower.catch_up()
@@ -83,10 +83,10 @@ def follow(folder: Path, console: RunConsole) -> Watched:
         time.sleep(max(POLL_SECONDS, 9 * (time.monotonic() - began)))
 
 
-def state(folder: Path) -> dict[str, Any]:
+def state(folder: Path, stopped_after_seconds: float = STOPPED_AFTER_SECONDS) -> dict[str, Any]:
     """The current state of the run as plain data."""
     console = PlainConsole(lambda line: None)
-    watched = Follower(folder, console).watched()
+    watched = Follower(folder, console, stopped_after_seconds).watched()
     moments = ("began_at", "ends_at", "seen_at")  # only meaningful to a display
     plain = {key: value for key, value in asdict(console.state.view(0.0)).items() if key not in moments}
     return {**watched._asdict(), **plain, "remaining_seconds": console.state.remaining_seconds()}
@@ -125,8 +125,9 @@ def _result(summary: dict[str, Any]) -> str:
 class Follower:
     """Feeds a console from a run folder."""
 
-    def __init__(self, folder: Path, console: RunConsole) -> None:
+    def __init__(self, folder: Path, console: RunConsole, stopped_after_seconds: float = STOPPED_AFTER_SECONDS) -> None:
         self._folder = folder
+        self._stopped_after_seconds = stopped_after_seconds
         self._console = console
         self._log, self._metrics = folder / "events.jsonl", folder / "metrics.jsonl"
         self._read_at: list[tuple[int, int] | None] = []  # size and time of the files when they were read
@@ -194,7 +195,7 @@ class Follower:
                 return ENDED
             if process_is_there is False:
                 return INTERRUPTED
-        patience = STOPPED_AFTER_SECONDS if process_is_there is None else LAST_LINES_SECONDS
+        patience = self._stopped_after_seconds if process_is_there is None else LAST_LINES_SECONDS
         return STOPPED if silent > patience else RUNS
 
     def _seen_at(self) -> float:

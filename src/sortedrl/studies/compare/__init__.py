@@ -6,5 +6,5 @@ outcomes.py      what a finished run leaves; results.py: one line of results.jso
 paired.py        paired differences with intervals, samples-to-threshold with censoring
 comparison.py    a study and its results, as the numbers of the page and of compare.json
 study_folder.py  a study in its folder: what is missing is run, then all is written
-report.py        what a user sees
+page.py          what a user sees
 """

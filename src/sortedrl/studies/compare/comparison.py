@@ -66,6 +66,7 @@ class Comparison:
     failures: tuple[dict[str, Any], ...]  # arm, seed and error
     not_run: tuple[Key, ...]
     contrasts: tuple[Compared, ...]  # the primary one first
+    exploratory: tuple[Compared, ...]  # every other outcome of the same pairs of arms
     summaries: dict[str, dict[str, Summary]]  # by arm and outcome
     notices: tuple[str, ...]
 
@@ -82,6 +83,13 @@ def compare(study: Study, results: Results) -> Comparison:
     wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
     runs = {key: _finished(finished[key], study) for key in wanted if key in finished}
     named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
+    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
+    others = [
+        Contrast(name=f"{arm} minus {minus}", arm=arm, minus=minus, outcome=outcome, primary=False)
+        for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
+        for outcome in study.outcomes
+        if (arm, minus, outcome) not in asked
+    ]
     failed = [lines[key] for key in wanted if key in lines and key not in finished]
     return Comparison(
         study=study,
@@ -91,6 +99,7 @@ def compare(study: Study, results: Results) -> Comparison:
         failures=tuple({"arm": line["arm"], "seed": line["seed"], "error": line["error"]} for line in failed),
         not_run=tuple(key for key in wanted if key not in lines),
         contrasts=tuple(_compared(contrast, study, runs) for contrast in named),
+        exploratory=tuple(_compared(contrast, study, runs) for contrast in others),
         summaries={arm: _summaries(study, [run for run in runs.values() if run.arm == arm]) for arm in study.arms},
         notices=tuple(_notices(study, runs)),
     )
@@ -114,6 +123,7 @@ def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
             for arm, own in study.arms.items()
         },
         "contrasts": [asdict(compared) for compared in comparison.contrasts],
+        "exploratory": [asdict(compared) for compared in comparison.exploratory],
         "runs": [{"arm": run.arm, "seed": run.seed, "outcomes": run.outcomes} for run in comparison.finished],
         "failed": list(comparison.failures),
         "not_run": [{"arm": arm, "seed": seed} for arm, seed in comparison.not_run],

@@ -15,7 +15,7 @@ from sortedrl.observe.console import clock
 from sortedrl.observe.report.self_contained import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
-from sortedrl.studies.compare.report import page
+from sortedrl.studies.compare.page import page
 from sortedrl.studies.compare.results import Results, append, read_results, record_plan, result_line
 from sortedrl.studies.compare.runs import StudyRun, run_all, runs_of
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
