@@ -18,7 +18,7 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines import suffix_drafter
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedScorer
-from sortedrl.engines.speculative import LoggedDrafts, drafts_with_full_slots, own_drafter
+from sortedrl.engines.speculative import LoggedDrafts, own_drafter, without_slow_drafts
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.engines.suffix_drafter import SuffixDrafter, _Text, longest_match, places_in
 from sortedrl.observe.metrics import Metrics
@@ -28,13 +28,12 @@ PROMPT = [1, 2, 3, 4]
 OTHER = [9, 8, 7]
 
 
-def drafter_of(tokens: int = 3, slots: int = 8) -> SuffixDrafter:
-    return SuffixDrafter(
-        SimpleNamespace(
-            speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
-            scheduler_config=SimpleNamespace(max_num_seqs=slots),
-        )
-    )
+def drafter_of(*prompts: list[int]) -> SuffixDrafter:
+    config = SimpleNamespace(num_speculative_tokens=3, max_num_seqs=8)
+    drafter = SuffixDrafter(SimpleNamespace(speculative_config=config, scheduler_config=config))
+    for prompt in prompts:
+        drafter.expect(prompt)
+    return drafter
 
 
 def drafts(drafter: SuffixDrafter, *contexts: list[int], sampled: int = 1) -> list[list[int]]:
@@ -64,8 +63,7 @@ def test_the_longest_end_that_occurs_is_found(text: list[int], end: list[int], e
 
 
 def test_what_followed_in_another_response_is_drafted_and_counted_by_source() -> None:
-    drafter = drafter_of()
-    drafter.expect(PROMPT)
+    drafter = drafter_of(PROMPT)
     assert drafts(drafter, [*PROMPT, 20]) == [[]], "nothing is known yet"
     drafter.learn(PROMPT, [20, 21, 22, 23, 24], "finished")
     assert drafts(drafter, [*PROMPT, 20]) == [[21, 22, 23]]
@@ -75,41 +73,35 @@ def test_what_followed_in_another_response_is_drafted_and_counted_by_source() ->
 
 
 def test_a_draft_ends_with_the_response_that_it_comes_from() -> None:
-    drafter = drafter_of()
-    drafter.expect(PROMPT)
+    drafter = drafter_of(PROMPT)
     drafter.learn(PROMPT, [20, 21, 22], "aborted")
     drafter.learn(PROMPT, [30, 31, 32], "aborted")
     assert drafts(drafter, [*PROMPT, 20, 21]) == [[22]]
 
 
 def test_responses_to_other_prompts_are_not_used() -> None:
-    drafter = drafter_of()
-    for prompt in (PROMPT, OTHER):
-        drafter.expect(prompt)
+    drafter = drafter_of(PROMPT, OTHER)
     drafter.learn(OTHER, [3, 4, 20, 21, 22], "finished")
     assert drafts(drafter, [*PROMPT, 20]) == [[]]
 
 
 def test_running_responses_to_the_same_prompt_and_the_response_itself_are_used() -> None:
-    drafter = drafter_of()
-    drafter.expect(PROMPT)
+    drafter = drafter_of(PROMPT)
     ahead, behind = [*PROMPT, 20, 21, 22, 23], [*PROMPT, 20, 21]
     assert drafts(drafter, ahead, behind) == [[], [22, 23]]
     assert drafts(drafter, [50, 51, 52, 53, 50, 51, 52]) == [[53, 50, 51]], "of an unknown prompt, too"
 
 
 def test_rows_may_change_places() -> None:
-    drafter = drafter_of()
+    drafter = drafter_of(PROMPT, OTHER)
     for prompt, response in ((PROMPT, [20, 21, 22]), (OTHER, [40, 41, 42])):
-        drafter.expect(prompt)
         drafter.learn(prompt, response, "finished")
     assert drafts(drafter, [*PROMPT, 20], [*OTHER, 40]) == [[21, 22], [41, 42]]
     assert drafts(drafter, [*OTHER, 40, 41]) == [[42]], "the first one ended, and the second took its row"
 
 
 def test_nothing_is_drafted_during_a_prefill_or_while_many_run() -> None:
-    drafter = drafter_of()
-    drafter.expect(PROMPT)
+    drafter = drafter_of(PROMPT)
     drafter.learn(PROMPT, [20, 21, 22], "finished")
     rows = np.zeros((1, 64), np.int32)
     rows[0, :5] = [*PROMPT, 20]
@@ -155,9 +147,10 @@ def test_what_was_drafted_and_accepted_is_in_the_log_once_per_update_and_in_the_
     assert (found.updates, found.drafted_tokens, found.accepted_tokens, found.tokens_per_step) == (2, 6, 4, 3.0)
 
 
-def test_drafts_in_a_mode_that_keeps_its_slots_full_are_noticed() -> None:
-    config = {"speculative_config": {"method": "ngram"}}
-    full = [m for m in ("baseline", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead", "april")
-            if drafts_with_full_slots(config, strategy_named(m))]  # fmt: skip
-    assert full == ["partial+elevator", "partial+lookahead", "april"]
-    assert drafts_with_full_slots({}, strategy_named("april")) is None
+def test_drafts_are_left_out_in_modes_that_keep_their_slots_full() -> None:
+    given, told = {"speculative_config": {"method": "ngram"}, "draft_up_to": 4, "seeded": False}, list[str]()
+    modes = "baseline", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead", "april"
+    found = [without_slow_drafts(given, strategy_named(mode), told.append) for mode in modes]
+    assert found == 3 * [given] + 3 * [{"seeded": False}] and len(told) == 3
+    assert without_slow_drafts({"seeded": True}, strategy_named("april"), told.append) == {"seeded": True}
+    assert len(told) == 3, "nothing was left out"

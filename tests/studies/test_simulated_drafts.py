@@ -123,9 +123,7 @@ def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: An
 def test_a_step_with_drafts_reads_each_context_at_least_once() -> None:
     """Even if a few measurements are mostly noise."""
     flat = tuple(replace(cell, step_seconds=0.02) for cell in cells(0.01))
-    measured = Profile(
-        "vllm", "m", 16, cells(0.01), 1e-5, 2048, 100_000, None, "here", draft_tokens=3, draft_cells=flat
-    )
-    drafted = measured.drafted_step_time()
+    plain = Profile("vllm", "m", 16, cells(0.01), 1e-5, 2048, 100_000, None, "here", draft_tokens=3)
+    drafted = replace(plain, draft_cells=flat).drafted_step_time()
     assert drafted.per_cached_token == pytest.approx(1e-8)
     assert drafted.at(15) + 1e-8 * 15 * (32 + 256) / 2 == pytest.approx(0.02)

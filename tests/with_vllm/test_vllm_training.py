@@ -37,6 +37,13 @@ def test_engine_and_learner_stay_together(tmp_path: Path, mode: str) -> None:
         assert update["weight_update_seconds"] > 0
 
 
+def test_drafts_are_left_out_in_a_mode_that_they_slow_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafts = ["draft_up_to", "4", "speculative_config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})]
+    words = ["train", *SMALL, *OPTIONS, *drafts, "--mode", "partial+elevator", "--updates", "1"]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0, "vLLM would refuse draft_up_to of this drafter"
+    assert "starts without speculative_config" in capsys.readouterr().out
+
+
 def test_lora_is_merged_into_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     assert main(["train", *SMALL, "--lora-rank", "4", "--updates", "2", "--out", str(tmp_path / "run")]) == 0

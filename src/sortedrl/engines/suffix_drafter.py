@@ -72,10 +72,8 @@ class SuffixDrafter(Drafter):
         return [self._drafted(row) if tokens else [] for row, tokens in zip(self._rows, sampled, strict=True)]
 
     def _prompt_of(self, context: np.ndarray) -> bytes | None:
-        starts = (
-            context[:length].tobytes() for length, prompts in self._lengths.items() if prompts and length < len(context)
-        )
-        return next((start for start in starts if start in self._known), None)
+        lengths = (length for length, prompts in self._lengths.items() if prompts and length < len(context))
+        return next((start for length in lengths if (start := context[:length].tobytes()) in self._known), None)
 
     def _drafted(self, row: _Row) -> list[int]:
         end, best, found = row.context[-LONGEST_MATCH:], 0, NOTHING

@@ -71,6 +71,4 @@ def _reason(settings: SimulatedSettings, most: int, options: Sequence[DraftedOpt
 
 
 def _threshold(option: DraftedOption) -> str:
-    if option.pays_from is None:
-        return "they never pay"
-    return f"they pay from {option.pays_from:.2f} on"
+    return "they never pay" if option.pays_from is None else f"they pay from {option.pays_from:.2f} on"

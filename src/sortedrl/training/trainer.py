@@ -21,10 +21,11 @@ from sortedrl.core.loading import updates_in_all
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.core.wording import counted
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
-from sortedrl.engines.speculative import LoggedDrafts, drafts_with_full_slots
+from sortedrl.engines.speculative import LoggedDrafts, without_slow_drafts
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
@@ -97,8 +98,6 @@ class TrainingRun:
             stream_to=self._streamed_learner(),
         )
         self.drafts = LoggedDrafts(self.engine)
-        if notice := drafts_with_full_slots(settings.resolved_engine_options(), self.controller.strategy):
-            console.log(notice)
         self.rejections = self._rejection_watch()
         self.skipped_steps = SkippedSteps(settings.steps_per_update, settings.learning_rate, console.log)
         train, held_out = map(problem_digests, (resources.train, self._held_out()))
@@ -115,6 +114,10 @@ class TrainingRun:
 
     def _engine(self) -> EngineBase:
         settings, resources = self.settings, self.resources
+        if settings.engine == "vllm":
+            strategy = strategy_named(settings.mode)
+            options = without_slow_drafts(settings.engine_options, strategy, self.console.log)
+            settings = settings.model_copy(update={"engine_options": options})
         return engine_of(
             settings,
             self.plain_model.module,
