@@ -544,19 +544,11 @@ def test_a_call_that_hangs_is_an_error_and_its_thread_is_abandoned(tmp_path: Pat
     assert log["tools/failure_frequency"] > 0
 
 
-def test_evaluation_uses_tools_and_their_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table: Table = {**SCRIPT, "P": call("hang"), "Q": call("hang"), call("hang"): EOS}
-    shown: list[str] = []
-
-    def remember(completions: list[Any], **columns: Any) -> list[float]:
-        shown.extend(str(message["content"]) for completion in completions for message in completion)
-        return by_place(completions)
-
+def test_evaluation_uses_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = config(tmp_path, per_device_eval_batch_size=4)
     trainer = trainer_of(
-        SortedGRPOTrainer, tmp_path, table, args=args, environment_factory=Stuck, reward_funcs=remember,
-        train_dataset=questions("QQ"), eval_dataset=questions("PQ"), tool_limit_seconds=1.0,
-        off_policy_correction="decoupled",
+        SortedGRPOTrainer, tmp_path, SCRIPT, args=args, tools=TOOLS, train_dataset=questions("AA"),
+        eval_dataset=questions("AJ"), off_policy_correction="decoupled",
     )  # fmt: skip
     engine, seeds = trainer._engine.ready(), []
     submit = engine.submit
@@ -564,7 +556,6 @@ def test_evaluation_uses_tools_and_their_time_limit(tmp_path: Path, monkeypatch:
     measured = trainer.evaluate()
     assert measured["eval_tools/call_frequency"] == 1.0
     assert len(seeds) > 2 * GROUP and len(set(seeds)) == len(seeds)  # a later turn has noise of its own, too
-    assert any("no result within 1 s" in text for text in shown) and "done" in shown
 
 
 @pytest.mark.slow
@@ -605,11 +596,6 @@ class Random:
         ({"tools": TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["go A"]})}, "lists of chat messages"),
         ({"tools": TOOLS, "tool_threads": -1}, "tool_threads"),
         ({"tools": TOOLS, "tool_limit_seconds": 0}, "tool_limit_seconds"),
-        ({"tools": TOOLS, "template": TEMPLATE.replace("{{ m.content }}", "")}, "does not support tool calling"),
-        (
-            {"tools": TOOLS, "template": "{{ messages | length }}" + TEMPLATE},
-            "does not preserve the prefix",
-        ),
         (
             {"environment_factory": {"count": Counter24}, "train_dataset": questions("N", environment=["cuont"])},
             "cuont",

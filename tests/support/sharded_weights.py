@@ -1,5 +1,5 @@
 """Shards models over the processes and compares the gathered weights with those before. Run by torchrun; the
-arguments name the ways to shard."""
+argument names the way to shard."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import peft
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 
 from small_models import model_of, with_trained_adapters
 from sortedrl.integrations.trl.weights import is_sharded, whole_weights
@@ -37,11 +36,6 @@ def sharded(model: Any, way: str) -> Any:
         for layer in layers:
             fully_shard(layer)
         return fully_shard(model)
-    if way == "fsdp1":
-        policy = ModuleWrapPolicy({type(layers[0])})
-        return FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
-        )
     import deepspeed
 
     options = {
@@ -52,28 +46,27 @@ def sharded(model: Any, way: str) -> Any:
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=options)[0]
 
 
-def main(ways: list[str]) -> None:
+def main(way: str) -> None:
     warnings.simplefilter("ignore")
-    if "zero3" in ways:
+    if way == "zero3":
         import deepspeed
 
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    for way in ways:
-        for name, adapter in ADAPTERS.items():
-            model = made(adapter)
-            before = {name: weight.clone() for name, weight in whole_weights(model)}
-            wrapped = sharded(model, way)
-            wrapped(input_ids=torch.arange(6)[None])  # a forward pass may leave units gathered
-            inner = wrapped.module if way == "zero3" else wrapped
-            assert is_sharded(inner) and not is_sharded(made(adapter))
-            for on_host in (False, True):
-                after = list(whole_weights(inner, on_host=on_host))  # tensors of their own: all are valid at the end
-                assert [name for name, _ in after] == list(before)
-                assert all(torch.equal(weight, before[name]) for name, weight in after)
-            print(f"equal: {way} {name}, {len(before)} weights")
+    for name, adapter in ADAPTERS.items():
+        model = made(adapter)
+        before = {name: weight.clone() for name, weight in whole_weights(model)}
+        wrapped = sharded(model, way)
+        wrapped(input_ids=torch.arange(6)[None])  # a forward pass may leave units gathered
+        inner = wrapped.module if way == "zero3" else wrapped
+        assert is_sharded(inner) and not is_sharded(made(adapter))
+        for on_host in (False, True):
+            after = list(whole_weights(inner, on_host=on_host))  # tensors of their own: all are valid at the end
+            assert [name for name, _ in after] == list(before)
+            assert all(torch.equal(weight, before[name]) for name, weight in after)
+        print(f"equal: {way} {name}, {len(before)} weights")
     dist.destroy_process_group()
 
 
-main(sys.argv[1:])
+main(sys.argv[1])

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 # Modules that only wrap another one: their names are not part of a weight's name.
-WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 class WholeWeights:
     """How to get at weights: here they are whole. A subclass gathers those that are sharded over ranks."""
-
-    def opened(self, module: Any) -> AbstractContextManager[Any]:
-        """The weights of this module, and of its children without a context of their own, can be read inside."""
-        return nullcontext()
 
     def whole(self, tensor: Any) -> Any:
         return tensor.detach()
@@ -32,18 +27,17 @@ def merged_weights(module: Any, access: WholeWeights | None = None) -> Iterator[
 
 
 def _weights(module: Any, prefix: str, access: WholeWeights) -> Iterator[tuple[str, Any]]:
-    with access.opened(module):
-        if hasattr(type(module), "unmerge"):  # a layer with adapters
-            yield from _merged(module, prefix, access)
-            return
-        if "modules_to_save" in module._modules:  # trained in full: a copy takes the place of the module
-            for adapter in module.active_adapters:
-                yield from _weights(module.modules_to_save[adapter], prefix, access)
-            return
-        for name, tensor in _own_tensors(module):
-            yield f"{prefix}{name}", access.whole(tensor)
-        for name, child in module.named_children():
-            yield from _weights(child, prefix if name in WRAPPERS else f"{prefix}{name}.", access)
+    if hasattr(type(module), "unmerge"):  # a layer with adapters
+        yield from _merged(module, prefix, access)
+        return
+    if "modules_to_save" in module._modules:  # trained in full: a copy takes the place of the module
+        for adapter in module.active_adapters:
+            yield from _weights(module.modules_to_save[adapter], prefix, access)
+        return
+    for name, tensor in _own_tensors(module):
+        yield f"{prefix}{name}", access.whole(tensor)
+    for name, child in module.named_children():
+        yield from _weights(child, prefix if name in WRAPPERS else f"{prefix}{name}.", access)
 
 
 def _own_tensors(module: Any) -> Iterator[tuple[str, Any]]:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from trl.chat_template_utils import parse_response
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.integrations.trl.tools import Example, ParsedResponse, StatelessEpisode, ToolBox
+from sortedrl.integrations.trl.tools import Episode, Example, ParsedResponse, ToolBox
 from sortedrl.tasks.chat_turns import TemplateRefused
 from sortedrl.tasks.environment import Environment, Message, Response
 from sortedrl.tasks.environment_calls import Inbox, Turn, turns_of
@@ -47,7 +48,7 @@ class TrlEnvironments(TaskEnvironments):
 
     def __init__(self, grpo: Any, box: ToolBox, example_of: Callable[[int], Example], *, limit_seconds: float) -> None:
         make: type[LoopHost | LocalHost] = LoopHost if box.threads else LocalHost
-        host: Host = make(box.episode, limit_seconds=limit_seconds)
+        host: Host = make(partial(Episode, box), limit_seconds=limit_seconds)
         super().__init__(grpo._tokenizer, host, eos_token_ids=grpo.eos_token_ids, chat=ToolSuffix(grpo))
         self._grpo = grpo
         self._box = box
@@ -74,26 +75,11 @@ class TrlEnvironments(TaskEnvironments):
         last = None if passed == len(turns) else _cut(responses[passed])
         self._start(rollout, turns, responses[:passed], last, None, rollout.ended_by)
 
-    def state(self, rollout_id: int) -> Any:
-        episode = self._box.episodes.get(rollout_id)
-        if rollout_id not in self._instances and isinstance(episode, StatelessEpisode):  # it has ended
-            return episode.state()
-        return super().state(rollout_id)
-
     def restore(self, rollout: Rollout, state: Any) -> bool:
-        """A rollout with a score must be ready for its reward when the run goes on: this waits for the replay."""
+        """Its calls are made again. A rollout with a score must be ready for its reward when the run goes on: this
+        waits for them."""
         if rollout.reward is None:
             return super().restore(rollout, state)
-        if state is not None:
-            episode = self._box.episode()
-            episode.reset(self._problem(rollout))
-            assert isinstance(episode, StatelessEpisode)
-            episode.restore(state)
-            episode.end()
-            return True
-        return self._replay(rollout)
-
-    def _replay(self, rollout: Rollout) -> bool:
         turns = turns_of(rollout)
         *earlier, last = self._responses(rollout, turns)
         if rollout.truncated and self._passed(rollout, turns) < len(turns):

@@ -24,7 +24,6 @@ from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.registry import group_filter, strategy_named
-from sortedrl.core.user_values import one_line
 from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import SERVERS, check_name
 from sortedrl.integrations.trl.weights import is_sharded
@@ -213,6 +212,8 @@ def check_model(trainer: Any, engine: object) -> None:
             "Use GRPOTrainer for images.",
         )  # fmt: skip
     backend = DistributedBackend(trainer.accelerator)
+    if backend.fsdp_version == 1:
+        raise ConfigurationError("fsdp_version", 1, "weights are gathered from FSDP2 or ZeRO-3", "Set it to 2.")
     if (backend.is_zero3 or backend.is_fsdp) and engine == "embedded":
         raise ConfigurationError(
             "engine", "embedded", "it decodes with the trainer's module, whose weights are sharded: every step would "
@@ -333,21 +334,6 @@ def with_tools(schedule: Schedule, context: int, threads: int, limit_seconds: fl
         max_environment_seconds=max(schedule.max_environment_seconds, 2 * limit_seconds),
         score_wait_seconds=max(schedule.score_wait_seconds, 2 * limit_seconds),
     )
-
-
-def refused_template(error: ValueError) -> ConfigurationError | None:
-    """TRL's refusal of a chat template in one line; None if the error is about something else."""
-    text = str(error)
-    if "not training-compatible" in text:
-        return ConfigurationError(
-            "processing_class", "chat_template",
-            "the template does not preserve the prefix (it changes earlier turns when a tool result follows), and TRL "
-            "has no version of it for training",
-            "Use a template that keeps earlier turns as they are.",
-        )  # fmt: skip
-    if "chat template" not in text:
-        return None
-    return ConfigurationError("processing_class", "chat_template", one_line(text).rstrip("."), "Use another template.")
 
 
 def _merged(given: Schedule, owned: dict[str, Any]) -> Schedule:

@@ -173,12 +173,12 @@ class ScheduledRun:
         )
         if saved is not None:
             _refuse_changes(saved["schedule"], asdict(schedule))
-            _refuse_other_rows(saved.get("rows"), prompts)
+            _refuse_other_rows(saved["rows"], prompts)
             _require_log(log_path)
         self._recorder = Recorder(
             self.controller,
             log_path,
-            saved=None if saved is None else _of_controller(saved),
+            saved=None if saved is None else saved["controller"],
             folds=self._log.sinks,
             settings=settings,
         )
@@ -254,12 +254,6 @@ class ScheduledRun:
         self._recorder.close()
 
 
-def _of_controller(saved: dict[str, Any]) -> dict[str, Any]:
-    """Older versions saved the number of events in the log beside the controller's state."""
-    state: dict[str, Any] = saved["controller"]
-    return state | {"events": saved.get("events", state["events"])}
-
-
 def _require_log(path: Path) -> None:
     if not path.exists():
         raise ConfigurationError(
@@ -278,9 +272,9 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _refuse_other_rows(saved: str | None, prompts: DatasetPrompts) -> None:
-    """`saved`: the digests of the rows; older versions did not save them."""
-    reason = None if saved is None else why_changed(prompts.ids, prompts.row_digests, saved, "rows")
+def _refuse_other_rows(saved: str, prompts: DatasetPrompts) -> None:
+    """`saved`: the digests of the rows."""
+    reason = why_changed(prompts.ids, prompts.row_digests, saved, "rows")
     if reason is not None:
         raise ConfigurationError(
             "train_dataset", f"{len(prompts)} rows", reason, "Restore the data of the run, or use another output_dir."

@@ -11,7 +11,7 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl.environments import ToolSuffix, TrlEnvironments
 from sortedrl.integrations.trl.rows import Row
-from sortedrl.integrations.trl.tools import Episode, Example, ToolBox, different_observation, limited
+from sortedrl.integrations.trl.tools import Episode, Example, ToolBox, different_observation
 
 
 class _AlreadyReset:
@@ -155,17 +155,6 @@ class ToolUse:
         assert schedule.max_context_tokens is not None
         fits = length == schedule.max_response_tokens
         return tokens if fits and len(rollout.prompt.tokens) + length < schedule.max_context_tokens else []
-
-    # An evaluation
-
-    def limit_tools(self) -> None:
-        """TRL runs the tools of an evaluation itself. It gets them with the time limit."""
-        if not self.box.threads:
-            return
-        for name in ("_sync_tool_dicts", "_async_tool_dicts"):
-            dicts = getattr(self._grpo, name)
-            limits = [{key: limited(tool, self.box.limit_seconds) for key, tool in tools.items()} for tools in dicts]
-            setattr(self._grpo, name, limits)
 
 
 def _ending_with(messages: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import threading
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -96,9 +95,6 @@ class ToolBox:
     def start_run(self) -> None:
         self.episodes.clear()
         self._running = asyncio.Semaphore(max(1, self.threads))  # belongs to the event loop that it is used in
-
-    def episode(self) -> Episode:
-        return Episode(self) if self.factories is not None else StatelessEpisode(self)
 
     def keep_only(self, live: Container[int]) -> None:
         """Forget episodes of rollouts that were rejected."""
@@ -283,19 +279,6 @@ class Episode:
         return str({"error": str(error)})
 
 
-class StatelessEpisode(Episode):
-    """Without an instance: a checkpoint has all of it."""
-
-    def state(self) -> dict[str, Any]:
-        turns = [[turn.message, turn.results] for turn in self.turns]
-        state: dict[str, Any] = {"turns": turns, "calls": self.calls, "failures": self.failures}
-        return dict(json.loads(json.dumps(state, default=str)))
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.turns = [EpisodeTurn(message, results) for message, results in state["turns"]]
-        self.calls, self.failures = state["calls"], state["failures"]
-
-
 def name_and_arguments(call: Any) -> tuple[str, Mapping[str, Any]]:
     kind = call.get("type")
     if kind != "function" or not isinstance(call.get("function"), dict):
@@ -314,25 +297,3 @@ def different_observation(instance: Any, row: int) -> ConfigurationError:
         "the same prompt",
         "Let reset return the same observation for the same row.",
     )  # fmt: skip
-
-
-def limited(tool: Tool, limit_seconds: float) -> Tool:
-    """The tool with a time limit, for TRL's own loop."""
-    if inspect.iscoroutinefunction(tool):
-
-        async def awaited(**arguments: Any) -> Any:
-            try:
-                return await asyncio.wait_for(tool(**arguments), limit_seconds)
-            except TimeoutError as error:
-                raise error if str(error) else too_late(limit_seconds) from None
-
-        return awaited
-
-    def called(**arguments: Any) -> Any:
-        future, _ = in_daemon_thread(partial(tool, **arguments))
-        try:
-            return future.result(limit_seconds)
-        except TimeoutError as error:
-            raise error if future.done() else too_late(limit_seconds) from None
-
-    return called

@@ -132,10 +132,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         max_rejected_fraction = checked_fraction("max_rejected_fraction", max_rejected_fraction)
         if given.get("args") is not None:
             fields.check_fields(given["args"], off_policy_correction=off_policy_correction, engine=engine)
-        try:
-            super().__init__(*positional, **named)
-        except ValueError as error:
-            raise fields.refused_template(error) or error from None
+        super().__init__(*positional, **named)
         fields.check_fields(self.args, off_policy_correction=off_policy_correction, engine=engine)
         fields.check_model(self, engine)
         self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
@@ -340,7 +337,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         if self.model.training:
             self._fired.add("_tool_call_loop")
             return self.tool_use.loop_result(self._rows)
-        self.tool_use.limit_tools()
         self.use_vllm = False  # else TRL looks for its own vLLM
         try:
             return super()._tool_call_loop(*positional, **named)

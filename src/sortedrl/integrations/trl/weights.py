@@ -1,19 +1,17 @@
 """The weights of a model that accelerate has sharded over ranks, gathered tensor by tensor.
 
-FSDP2, FSDP1 (unit by unit) and ZeRO-3 are recognized by the model itself. ZeRO-1 and ZeRO-2 leave the weights whole.
-Gathering is a collective: all ranks iterate to the end together. A rank never holds more than one gathered tensor, or
-adapted layer, or unit of FSDP1, beyond those that the reader of the iterator keeps.
+FSDP2 and ZeRO-3 are recognized by the model itself. ZeRO-1 and ZeRO-2 leave the weights whole. Gathering is a
+collective: all ranks iterate to the end together. A rank never holds more than one gathered tensor, or adapted layer,
+beyond those that the reader of the iterator keeps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sortedrl.models.merged_weights import WholeWeights, merged_weights
@@ -23,9 +21,7 @@ _PEFT_PREFIX = "base_model.model."
 
 def is_sharded(model: Any) -> bool:
     """Whether reading the weights is a collective."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(weight, DTensor) or _is_zero3(weight) for weight in model.parameters()
-    )
+    return any(isinstance(weight, DTensor) or _is_zero3(weight) for weight in model.parameters())
 
 
 def whole_weights(model: Any, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -38,16 +34,6 @@ def whole_weights(model: Any, *, on_host: bool = False) -> Iterator[tuple[str, T
 class _Gathered(WholeWeights):
     def __init__(self, on_host: bool) -> None:
         self._on_host = on_host
-        self._is_open = False  # an FSDP1 unit: its weights change when it is closed
-
-    def opened(self, module: Any) -> AbstractContextManager[Any]:
-        if not isinstance(module, FullyShardedDataParallel):
-            return super().opened(module)
-        self._is_open = True
-        summoned: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
-            module, recurse=False, writeback=False
-        )
-        return summoned
 
     @torch.no_grad()
     def whole(self, tensor: Any) -> Any:
@@ -63,7 +49,7 @@ class _Gathered(WholeWeights):
 
             with deepspeed.zero.GatheredParameters([tensor]):
                 return tensor.detach().clone()
-        return tensor.clone() if self._is_open else tensor
+        return tensor
 
 
 def _is_zero3(weight: Any) -> bool:
