@@ -241,17 +241,15 @@ def test_a_damaged_event_log_costs_metrics_and_not_the_run(damage: Callable[[Pat
 
 
 def test_all_other_files_may_be_damaged_at_once(run: Path) -> None:
-    (run / "config.json").write_text('{"mode": "parti')
     (run / "summary.json").write_text("[")
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\xfe\n[]\n{"update": "x"}\n{"upd')
     (run / "rollouts.jsonl").write_bytes(b"\x00" * 100 + b"\n")
     done = resume(run, 5)
     assert done.returncode == 0, done.stderr
-    for part in ("config.json cannot be read", "left out 3 unreadable lines", "left out 1 unreadable line;"):
+    for part in ("left out 3 unreadable lines", "left out 1 unreadable line"):
         assert part in done.stdout
     assert json.loads((run / "summary.json").read_text())["updates"] == 5
-    assert json.loads((run / "config.json").read_text())["slots"] == 8
     assert [line["update"] for line in metrics_of(run, "reward")] == [1, 2, 3, 4, 5]
 
 

@@ -162,9 +162,7 @@ class EmbeddedServer:
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         self.model = model
-        self.engine = EmbeddedEngine(
-            model, slots=slots, eos_token_ids={tokenizer.eos_token_id}, max_length=max_length, tokenizer=tokenizer
-        )
+        self.engine = EmbeddedEngine(model, slots=slots, eos_token_ids={tokenizer.eos_token_id}, max_length=max_length)
         self.response_length = response_length
         self.dies_after = dies_after
         self.global_steps = 0

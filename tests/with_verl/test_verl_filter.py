@@ -14,6 +14,7 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.engine import Request
 from sortedrl.core.events import EventLog
 from sortedrl.core.prompts import Prompts
+from sortedrl.core.rejections import TooManyRejected
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.verl.group_metric import keeps_unequal
@@ -35,7 +36,7 @@ def stack() -> Iterator[Stack]:
     stack.close()
 
 
-def controller_over(engine: DrivenEngine, agent: str, log: EventLog) -> Controller:
+def controller_over(engine: DrivenEngine, agent: str, log: EventLog | None = None) -> Controller:
     schedule = Schedule(
         mode="partial+elevator",
         rollouts_per_update=4,
@@ -87,6 +88,6 @@ def test_a_score_that_is_not_collected_keeps_its_metric_in_a_checkpoint(stack: S
 
 
 def test_a_metric_that_the_reward_function_does_not_return_ends_the_run_with_those_that_it_does(stack: Stack) -> None:
-    controller = controller_over(stack.engine(4), "graded_otherwise", EventLog())
-    with pytest.raises(ValueError, match=r"filter_groups\.metric = 'acc': .* it returned format, length"):
+    controller = controller_over(stack.engine(4), "graded_otherwise")
+    with pytest.raises(TooManyRejected, match=r"filter_groups\.metric = 'acc': .* it returned format, length"):
         next(iter(controller))

@@ -72,7 +72,7 @@ def parsed(kind: type[S], args: Sequence[str], program: str) -> S:
         raise SystemExit(0)
     flags = _flags(kind, args, program)
     run, path = flags.get("resume"), flags.get("config")
-    values = {} if run is None else {**saved_settings(Path(run))[0], "out": run}
+    values = {} if run is None else {**saved_settings(Path(run)), "out": run}
     named = {} if path is None else _read_toml(Path(path))
     _refuse_unknown_keys(kind, named)
     named |= flags

@@ -27,7 +27,7 @@ SETTINGS = TrainSettings
 
 def run(settings: TrainSettings) -> int:
     if settings.resume is not None:  # refuse a change before PyTorch is imported, which takes seconds
-        changed_on_resume(settings, saved_settings(settings.resume)[0])
+        changed_on_resume(settings, saved_settings(settings.resume))
     with around_code_of_others(settings):
         check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -78,22 +76,8 @@ def _writer_lock(path: Path) -> ProcessLock | None:
         return None
 
 
-def copy_of_damaged(path: Path) -> Path | None:
-    """A copy under a free name beside it, or None if there is nothing to copy."""
-    if not path.exists():
-        return None
-    copy = free_name(path, "damaged")
-    try:
-        shutil.copyfile(path, copy)
-    except OSError:
-        with suppress(OSError):
-            copy.unlink()
-        raise
-    return copy
-
-
 def free_name(path: Path, word: str) -> Path:
-    """Beside the file, such as `events.damaged-1.jsonl`."""
+    """Beside the file, such as `events.earlier-1.jsonl`."""
     number = 1
     while (free := path.with_name(f"{path.stem}.{word}-{number}{path.suffix}")).exists():
         number += 1

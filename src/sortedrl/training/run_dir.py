@@ -32,7 +32,7 @@ from sortedrl.core.errors import UserError
 from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.log.file import copy_of_damaged, cut_torn_line
+from sortedrl.log.file import cut_torn_line
 from sortedrl.observe.console import Log
 from sortedrl.settings.base import as_json
 from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
@@ -91,10 +91,7 @@ class RunFolder:
         self._take_lock(log)
         for leftover in self.path.glob(".*.json*"):
             leftover.unlink()
-        saved, notice = saved_settings(self.path)
-        if notice:
-            log(notice)
-        if changed := changed_on_resume(settings, saved):
+        if changed := changed_on_resume(settings, saved_settings(self.path)):
             log(f"changed settings: {changed}")
 
     def _take_lock(self, log: Log) -> None:
@@ -173,11 +170,7 @@ class RunFolder:
         found = [(text, _line_or_none(text)) for text in texts]
         unreadable = sum(line is None for _, line in found)
         if unreadable:
-            try:
-                copy = copy_of_damaged(path)
-            except OSError as error:
-                raise cannot_write(path, error) from error
-            log(f"{path}: left out {counted(unreadable, 'unreadable line')}; the damaged file is now {copy}")
+            log(f"{path}: left out {counted(unreadable, 'unreadable line')}")
         self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
 
     def drop_evaluation(self, update: int) -> None:

@@ -346,27 +346,18 @@ def _keeps_all_slots_busy(settings: TrainSettings) -> bool:
     return strategy.keeps_tokens and not strategy.gated and settings.oversubscribe is None
 
 
-def saved_settings(folder: Path) -> tuple[dict[str, Any], str | None]:
-    """The settings of a run, and a notice if they come from a checkpoint because config.json is damaged.
-
-    Settings that no longer exist are left out: a run of an older version has them.
-    """
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a run. Those that no longer exist are left out: a run of an older version has them."""
     config = folder / "config.json"
-    states = sorted(folder.glob("checkpoints/update-*/state.json"), key=lambda state: state.parent.name, reverse=True)
-    damage = ""
-    for path in (config, *states):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            settings = found if path is config else found["notes"]["settings"]
-            if not isinstance(settings, dict):
-                raise ValueError("not a JSON object")
-            if "model_type" in settings:
-                raise ValueError("it is that of a model, not of a run")
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            damage = damage or plain_reason(error)
-            continue
-        notice = f"{config} cannot be read ({damage}): settings taken from {path.parent.name}" if damage else None
-        return {key: value for key, value in settings.items() if key in TrainSettings.model_fields}, notice
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("not a JSON object")
+        if "model_type" in settings:
+            raise ValueError("it is that of a model, not of a run")
+        return {key: value for key, value in settings.items() if key in TrainSettings.model_fields}
+    except (OSError, ValueError, RecursionError) as error:
+        damage = plain_reason(error)
     around = next((run for run in folder.parents[:2] if (run / "checkpoints").is_dir()), None)
     fix = "Name a run folder, as in runs/NAME."
     if around is not None:

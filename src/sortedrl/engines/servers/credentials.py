@@ -1,12 +1,11 @@
-"""What a server asks of its clients: an API key, or the user and password of its URL. No message of ours shows them."""
+"""What a server asks of its clients: an API key. No message of ours shows it."""
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.api_key import VARIABLE
@@ -21,28 +20,24 @@ def without_credentials(url: str) -> str:
 
 
 class Credentials:
-    """`api_key`, or the one from the environment; else the user and password in `url`; without any, none are sent.
+    """`api_key`, or the one from the environment; without any, none is sent.
 
     A key with a scheme of its own, such as "Basic dXNl...", is sent as it is.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        found = _USER_INFO.search(url)
         self.url = without_credentials(url).rstrip("/")
-        login = unquote(found.group()[:-1]) if found is not None else ""
+        if without_credentials(url) != url:
+            fix = f'Set {VARIABLE}, for example to "Basic dXNlcjpwYXNzd29yZA==".'
+            raise ConfigurationError("url", self.url, "it has a user or a password", fix)
         key = (os.environ.get(VARIABLE, "") if api_key is None else api_key).strip()
-        if login and key:
-            raise ConfigurationError(
-                "url", self.url, f"it has a user, and {VARIABLE} is set: a request has one of them", "Leave one out."
-            )
         if not (key.isascii() and key.isprintable()):
             raise ConfigurationError(
                 "api_key", HIDDEN, "it has characters that an HTTP header cannot hold", f"Correct {VARIABLE}."
             )
-        token = base64.b64encode(login.encode()).decode()
         scheme = "" if " " in key else "Bearer "
-        self.headers = {"Authorization": f"{scheme}{key}" if key else f"Basic {token}"} if key or login else {}
-        secrets = {key, key.rpartition(" ")[2], login, login.partition(":")[2], token} - {""}
+        self.headers = {"Authorization": f"{scheme}{key}"} if key else {}
+        secrets = {key, key.rpartition(" ")[2]} - {""}
         shown = {form for text in secrets for form in (text, repr(text)[1:-1], json.dumps(text)[1:-1], quote(text, ""))}
         self._secrets = sorted(shown, key=len, reverse=True)
 

@@ -14,8 +14,7 @@ from typing import Any
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from sortedrl.core.configuration import ConfigurationError
-from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, Unfit, reason_for_report
+from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, reason_for_report
 from sortedrl.integrations.verl.group_metric import metric_of, value_of
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
@@ -60,8 +59,6 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
             )
         except (RolloutAborted, asyncio.CancelledError):
             await visit.report(TurnAborted(ticket.dispatch))
-        except ConfigurationError as error:
-            await visit.report(Unfit(ticket.dispatch, str(error)))
         except Exception as error:
             await visit.report(LoopFailed(ticket.dispatch, reason_for_report(error)))
         finally:

@@ -209,7 +209,7 @@ class VerlEngine(EngineBase):
             loop.is_live, loop.has_ended, loop.outcome = False, True, reports.LoopEnded(loop.dispatch)
             loop.keys, reward = tuple(keys), state["rewards"][id]
             loop.score = None if reward is None else (reward, None)
-            loop.metric = state.get("metrics", {}).get(id)  # sortedrl 0.2 did not save it
+            loop.metric = state["metrics"][id]
 
     # Slots
 
@@ -302,8 +302,6 @@ class VerlEngine(EngineBase):
     # Reports
 
     def _take(self, at: float, report: reports.Report) -> None:
-        if isinstance(report, reports.Unfit):
-            raise ValueError(report.reason)
         if isinstance(report, reports.ServerFailed) and report.is_gone:  # before retries cost a rollout
             raise EngineDied(f"{_SERVER_GONE}: {report.reason}")
         if report.dispatch not in self._id_of:

@@ -87,17 +87,10 @@ class LoopScored(NamedTuple):
     metric: float | None = None  # by which its group is filtered, if it is not the reward
 
 
-class Unfit(NamedTuple):
-    """The settings do not fit what the reward function returns: the run ends with this reason."""
-
-    dispatch: int
-    reason: str
-
-
 OfTurn = TurnStarted | Made | TurnFinished | TurnAborted | ServerFailed
-Report = OfTurn | LoopObserved | LoopEnded | LoopFailed | LoopScored | Unfit
+Report = OfTurn | LoopObserved | LoopEnded | LoopFailed | LoopScored
 _LEAVES_ITS_SLOT = (TurnFinished, TurnAborted, ServerFailed, LoopEnded, LoopFailed)
-_ENDS_THE_LOOP = (TurnAborted, LoopEnded, LoopFailed, LoopScored, Unfit)
+_ENDS_THE_LOOP = (TurnAborted, LoopEnded, LoopFailed, LoopScored)
 
 
 class Exchange:
