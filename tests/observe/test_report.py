@@ -26,7 +26,7 @@ from sortedrl.log.lines import JsonLines, written
 from sortedrl.log.reading import read_events
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import charts as report_charts
-from sortedrl.observe.report import self_contained, text
+from sortedrl.observe.report import text
 from sortedrl.observe.report.runs import Outline, Series, read_runs, series_of, slot_time
 from sortedrl.observe.timeline import OUTCOMES, slices
 from sortedrl.settings.base import as_json
@@ -297,7 +297,7 @@ def test_a_missing_package_is_one_line_with_the_command(
 
 
 def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence() -> None:
-    bundle = self_contained.PAGE / self_contained.PLOTLY
+    bundle = report.PAGE / report.PLOTLY
     assert "plotly.js (basic - minified) v4.1.1" in bundle.read_text(encoding="utf-8")[:200]
     assert "MIT License" in (bundle.parent / "LICENSE").read_text()
     assert "</script" not in bundle.read_text(encoding="utf-8"), "it can stand inside a page"

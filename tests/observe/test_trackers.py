@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import struct
@@ -26,7 +25,7 @@ from forked import Command
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import trackers
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.observe.trackers import METRICS, STEP, Endpoint, Trackers, exposition, open_tracker, tracked
+from sortedrl.observe.trackers import METRICS, STEP, Endpoint, Trackers, open_tracker, tracked
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "metrics.md"
@@ -55,8 +54,8 @@ def rows_of_the_document() -> list[list[str]]:
 
 def test_the_document_explains_every_metric_of_the_table_and_no_other() -> None:
     documented = {row[0].strip("`"): row[1:] for row in rows_of_the_document() if len(row) == 4}
-    assert {name: unit for name, (unit, _, _) in documented.items()} == METRICS
-    assert all(formula and healthy for _, formula, healthy in documented.values())
+    assert tuple(sorted(documented)) == tuple(sorted(METRICS))
+    assert all(unit and formula and healthy for unit, formula, healthy in documented.values())
 
 
 def test_the_document_names_every_metric_of_a_run() -> None:
@@ -291,11 +290,6 @@ def test_other_paths_are_not_found_and_a_taken_port_is_refused(endpoint: Endpoin
         urllib.request.urlopen(endpoint.url.replace("/metrics", "/"), timeout=10)
     with pytest.raises(ConfigurationError, match="prometheus_port"):
         Endpoint(endpoint._server.server_port)
-
-
-def test_numbers_that_are_not_finite_are_written_as_the_format_has_them() -> None:
-    page = exposition({"reward": math.nan, "bubble": math.inf, "idle": -math.inf})
-    assert "sortedrl_reward NaN\n" in page and "sortedrl_bubble +Inf\n" in page and "sortedrl_idle -Inf\n" in page
 
 
 # One run: every number comes from the same fold

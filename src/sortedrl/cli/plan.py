@@ -11,8 +11,7 @@ from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, w
 from sortedrl.settings.base import as_json
 from sortedrl.studies import plan, tables
 from sortedrl.studies.paste import lines_to_paste
-from sortedrl.studies.plan import PlanSettings, allowed_by
-from sortedrl.studies.plan_drafts import plan_drafts
+from sortedrl.studies.plan import PlanSettings, allowed_by, plan_drafts
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload, step_time_of
 
 SETTINGS = PlanSettings

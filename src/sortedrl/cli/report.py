@@ -17,7 +17,6 @@ from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs
 from sortedrl.observe.report import text
-from sortedrl.observe.report.self_contained import write_page
 from sortedrl.settings.base import Settings, as_json
 
 
@@ -55,7 +54,7 @@ def run(settings: ReportSettings) -> int:
     with ProgressBar("reading runs", quiet=settings.json_output) as progress:
         runs = report_runs.read_runs(paths, progress)
     if settings.out is not None or not settings.json_output:
-        write_page(page, report.page(runs, __version__))
+        report.write_page(page, report.page(runs, __version__))
     if settings.json_output:
         written = str(page) if settings.out is not None else None
         print(json.dumps({**report.as_json(runs), "page": written, "version": __version__}))

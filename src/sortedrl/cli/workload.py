@@ -13,7 +13,7 @@ from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.settings.slots import too_many_slots
-from sortedrl.studies.draft_settings import drafts_line
+from sortedrl.studies.simulated_settings import drafts_line
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,

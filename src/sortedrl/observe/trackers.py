@@ -6,7 +6,6 @@ that file and compute none. docs/metrics.md explains each metric; a test keeps i
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -24,40 +23,14 @@ if TYPE_CHECKING:
 STEP = "update"  # counts from 1; an evaluation before the first update is at 0
 PROJECT = "sortedrl"
 LOOPBACK = "127.0.0.1"
-
-
-METRICS = {  # and their units
-    "reward": "reward",
-    "correct": "fraction",
-    "held_out_score": "fraction",
-    "length": "tokens",
-    "truncated_fraction": "fraction",
-    "rejected": "rollouts",
-    "scoring_backlog": "rollouts",
-    "bubble": "fraction",
-    "idle": "fraction",
-    "goodput": "tokens/s",
-    "waste": "fraction",
-    "filtered_fraction": "fraction",
-    "tokens_per_step": "tokens",
-    "run_staleness_mean": "versions",
-    "staleness_mean": "versions",
-    "staleness_max": "versions",
-    "stale_fraction": "fraction",
-    "stale_kl": "nats",
-    "ess_token_fraction": "fraction",
-    "ess_rollout_fraction": "fraction",
-    "mismatch_kl": "nats",
-    "mismatch_max_abs": "nats",
-    "clipped_fraction": "fraction",
-    "importance_weight_mean": "ratio",
-    "entropy": "nats",
-    "grad_norm": "norm",
-    "zero_variance_groups": "groups",
-    "skipped_steps": "steps",
-    "kl_reference": "nats",
-    "explained_variance": "fraction",
-}
+METRICS = (  # docs/metrics.md has their units
+    *("reward", "correct", "held_out_score", "length", "truncated_fraction", "rejected", "scoring_backlog"),
+    *("bubble", "idle", "goodput", "waste", "filtered_fraction", "tokens_per_step"),
+    *("run_staleness_mean", "staleness_mean", "staleness_max", "stale_fraction", "stale_kl"),
+    *("ess_token_fraction", "ess_rollout_fraction", "mismatch_kl", "mismatch_max_abs", "clipped_fraction"),
+    *("importance_weight_mean", "entropy", "grad_norm", "zero_variance_groups", "skipped_steps", "kl_reference"),
+    "explained_variance",
+)
 
 
 def tracked(line: Mapping[str, Any]) -> dict[str, float]:
@@ -225,15 +198,8 @@ class Endpoint:
 
 def exposition(values: Mapping[str, float]) -> str:
     """Metrics in the text format. Numbers are printed with full precision."""
-    helps = {STEP: "updates done"} | {name: f"{unit}, see docs/metrics.md" for name, unit in METRICS.items()}
     return "".join(
-        f"# HELP sortedrl_{name} {text}\n# TYPE sortedrl_{name} gauge\nsortedrl_{name} {_number(values[name])}\n"
-        for name, text in helps.items()
+        f"# TYPE sortedrl_{name} gauge\nsortedrl_{name} {values[name]!r}\n"
+        for name in (STEP, *METRICS)
         if name in values
     )
-
-
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

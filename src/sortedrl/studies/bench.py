@@ -40,8 +40,8 @@ from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import Oversubscribe, RolloutsPerUpdate, prompts_per_cohort, schedule_from
 from sortedrl.studies import workload as simulated
 from sortedrl.studies import workload_settings as described
-from sortedrl.studies.learner_settings import SimulatedLearnerSettings
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
+from sortedrl.studies.simulated_settings import SimulatedLearnerSettings
 from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
 from sortedrl.studies.workload_settings import MedianLength, PromptTokens, WorkloadSettings

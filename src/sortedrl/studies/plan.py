@@ -4,6 +4,7 @@ The rule: among schedules within the bounds on length bias and staleness, the fa
 fastest, the one with the lowest staleness wins, then the simpler one. If a longest-first baseline is that close, you do
 not need SortedRL. The effect of reusing stale KV cache is reported separately: it is an approximation, so it is your
 choice. So is the effect of streaming, which is exact: on a device for the learner alone, or on the GPU of the engine.
+Whether drafts (speculative decoding) pay, and from which acceptance on, is a question of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from sortedrl.core.schedule import Schedule
+from sortedrl.engines.draft_time import pays_up_to, with_drafts
+from sortedrl.engines.step_time import StepTime
 from sortedrl.studies.simulate import Case, compare
-from sortedrl.studies.workload import Workload, with_mode
+from sortedrl.studies.simulated_settings import step_times_of
+from sortedrl.studies.workload import Workload, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
@@ -36,6 +40,7 @@ CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and 
 )
 FEWER_SLOTS = (("partial+lookahead", None), ("partial+elevator", None), ("partial+elevator", 1.5))
 LEAST_SLOTS = 0.4  # times the update size
+PRECISION = 0.05  # of an acceptance of drafts, in tokens per step
 
 
 @dataclass(frozen=True)
@@ -328,3 +333,65 @@ def _with_kv_cache_reuse(rows: Sequence[Case]) -> Case:
     uncapped = [row for row in rows if row.schedule.oversubscribe is None]
     elevator = [row for row in uncapped if row.schedule.mode == "partial+elevator"][-1]
     return Case(f"{elevator.name}, stale KV", replace(elevator.workload, reuse_kv_cache=True), elevator.schedule)
+
+
+# Drafts
+
+
+@dataclass(frozen=True)
+class DraftedOption:
+    """`gain`: speed with drafts over speed without, at the acceptance that was set. `pays_from`: the least acceptance
+    with a gain of more than `CLOSE`; None: not even if every draft is accepted."""
+
+    name: str
+    gain: float
+    pays_from: float | None
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    draft_up_to: int  # running requests
+    options: tuple[DraftedOption, ...]
+    reason: str
+
+
+def plan_drafts(settings: SimulatedSettings, workload: Workload, options: Sequence[Option]) -> DraftPlan:
+    """`workload`: without drafts."""
+    slots, context = settings.most_slots_per_engine(), settings.usual_context()
+    without, drafted = step_times_of(settings, workload.step_time)
+
+    def speed(option: Option, step_time: StepTime) -> float:
+        timed = replace(workload, slots=option.slots, step_time=step_time)
+        return run(timed, option.schedule).trained_tokens_per_hour
+
+    def tried(option: Option) -> DraftedOption:
+        plain = speed(option, workload.step_time)
+
+        def gain(acceptance: float) -> float:
+            with_them = with_drafts(without, drafted, acceptance, settings.drafts, slots, context)
+            return speed(option, with_them) / plain
+
+        low, high = 1.0, settings.draft_tokens + 1.0
+        pays = gain(high) > 1 + CLOSE
+        while pays and high - low > PRECISION:
+            middle = (low + high) / 2
+            low, high = (low, middle) if gain(middle) > 1 + CLOSE else (middle, high)
+        return DraftedOption(option.name, gain(settings.draft_acceptance), high if pays else None)
+
+    found = tuple(tried(option) for option in dict.fromkeys(options))
+    most = slots
+    if settings.drafts == "tail":
+        most = pays_up_to(without, drafted, settings.draft_acceptance, slots, context)
+    return DraftPlan(most, found, _drafts_reason(settings, most, found))
+
+
+def _drafts_reason(settings: SimulatedSettings, most: int, options: Sequence[DraftedOption]) -> str:
+    gains = "; ".join(f"{option.name} {option.gain:.2f} x, {_threshold(option)}" for option in options)
+    at = f"at {settings.draft_acceptance:g} tokens per request and step"
+    if max(option.gain for option in options) <= 1 + CLOSE:
+        return f"Leave speculative_config unset: drafts of {settings.draft_tokens} tokens do not pay {at} ({gains})."
+    return f"Drafts of {settings.draft_tokens} tokens with draft_up_to {most} (exact), {at}: {gains}."
+
+
+def _threshold(option: DraftedOption) -> str:
+    return "they never pay" if option.pays_from is None else f"they pay from {option.pays_from:.2f} on"

@@ -25,9 +25,17 @@ from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
 from sortedrl.settings.base import Settings, plain_reason
 from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
-from sortedrl.studies.draft_settings import SimulatedDraftSettings, check_drafts, with_settings_of
-from sortedrl.studies.filter_settings import SimulatedFilterSettings, check_filter, equal_groups_of
-from sortedrl.studies.learner_settings import SimulatedLearnerSettings, check_learner, weight_transfer_seconds
+from sortedrl.studies.simulated_settings import (
+    SimulatedDraftSettings,
+    SimulatedFilterSettings,
+    SimulatedLearnerSettings,
+    check_drafts,
+    check_filter,
+    check_learner,
+    equal_groups_of,
+    weight_transfer_seconds,
+    with_settings_of,
+)
 from sortedrl.studies.workload import Workload, mean_response_tokens
 
 Expectation = Literal["cold", "warm", "oracle"]

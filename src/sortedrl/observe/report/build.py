@@ -1,18 +1,30 @@
-"""The report: one self-contained HTML page about one or several runs, built from their event logs.
+"""The report: one HTML page about one or several runs, built from their event logs. Styles, scripts and data are in it:
+it makes no network requests and needs no server.
 
 Every number on it comes from `RunMetrics` (metrics.py) or from the folds for the charts (runs.py, timeline.py);
-`as_json` returns the same metrics. The page makes no network requests and needs no server.
+`as_json` returns the same metrics.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.wording import printable
+from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.report import charts, text
+from sortedrl.observe.report.charts import Chart
 from sortedrl.observe.report.runs import ReportedRun, run_names, series_of
-from sortedrl.observe.report.self_contained import render
+from sortedrl.settings.install_hint import install_hint
+
+PAGE = Path(__file__).parent / "page"
+# The official plotly.js bundle for basic charts. The Python package ships only the full bundle, which is four times as
+# large and takes ten times as long to start.
+PLOTLY = "plotly-basic-4.1.1/plotly-basic.min.js"
 
 
 def as_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
@@ -63,3 +75,64 @@ def page(runs: Sequence[ReportedRun], version: str) -> str:
         "charts": drawn,
     }
     return render("report.html.j2", content, [chart for section in drawn.values() for chart in section], version)
+
+
+# A page, of a report or of a study
+
+
+def render(
+    template: str, content: dict[str, Any], charts: Sequence[Chart], version: str, *, folder: Path = PAGE
+) -> str:
+    """The page from a template in `folder`. Charts are drawn by the page's own script."""
+    environment = _environment(folder)
+    from markupsafe import Markup
+
+    payload = [{"id": chart.id, "height": chart.height, "views": chart.views} for chart in charts]
+    html: str = environment.get_template(template).render(
+        **content,
+        version=version,
+        css=Markup(_asset("report.css")),
+        payload=Markup(_script_safe(payload)),
+        scripts=[Markup(_asset(name)) for name in (PLOTLY, "charts.js")],
+    )
+    return html
+
+
+def write_page(path: Path, html: str) -> None:
+    """Write the page atomically, replacing an earlier one. Of names that are not UTF-8, some characters are lost."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, html.encode("utf-8", errors="replace").decode("utf-8"))
+    except OSError as error:
+        raise ConfigurationError("out", str(path), f"{error.strerror}", "Name a file that can be written.") from None
+
+
+def _environment(folder: Path) -> Any:
+    try:
+        import jinja2
+    except ImportError:
+        raise ConfigurationError(
+            "report", "jinja2", "this package is not installed", f"{install_hint('report')}."
+        ) from None
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, PAGE]),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_without_control_characters,
+    )
+
+
+def _without_control_characters(value: Any) -> Any:
+    """Of text from a run. Lines and tabs of a response stay; `Markup` is ours."""
+    return "\n".join(map(printable, value.expandtabs(4).split("\n"))) if type(value) is str else value
+
+
+def _asset(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that is safe inside a script element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

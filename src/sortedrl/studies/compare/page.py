@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import RenderableType
 
 from sortedrl.core.wording import counted, printable
+from sortedrl.observe.report.build import render
 from sortedrl.observe.report.charts import Chart, Dot, layout, mean_curve, rounded
 from sortedrl.observe.report.runs import colors_of
-from sortedrl.observe.report.self_contained import render
 from sortedrl.studies.compare.comparison import Compared, Comparison, Summary
 from sortedrl.studies.compare.outcomes import OUTCOMES
 from sortedrl.studies.compare.paired import CONFIDENCE, Interval, t_quantile

@@ -12,7 +12,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.process_lock import RUN_LOCK
 from sortedrl.observe.console import clock
-from sortedrl.observe.report.self_contained import write_page
+from sortedrl.observe.report.build import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
