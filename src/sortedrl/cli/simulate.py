@@ -22,7 +22,7 @@ def run(settings: SimulateSettings) -> int:
     rows = simulate.cases(workload, schedule, *settings.modes_and_expectations())
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
-    print_notices(settings, _less_than_a_cohort(settings))
+    print_notices(settings, *_less_than_a_cohort(settings))
     with ProgressBar("simulating", quiet=settings.json_output) as progress:
         modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
     if settings.json_output:
@@ -48,12 +48,13 @@ def run(settings: SimulateSettings) -> int:
     return 0
 
 
-def _less_than_a_cohort(settings: SimulateSettings) -> str | None:
+def _less_than_a_cohort(settings: SimulateSettings) -> list[str]:
     per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
     in_cohort = updates_left(per_cohort, simulated_schedule(settings).rollouts_needed)
     if settings.updates is None or settings.updates >= in_cohort:
-        return None
-    return (
+        return []
+    why = (
         f"updates = {settings.updates} ends each run within its first cohort, which has {in_cohort} updates: its long "
-        "responses are not trained on, so gain and length bias say little. Leave it out; --cohorts 1 is a short run."
     )
+    fix = "responses are not trained on, so gain and length bias say little. Leave it out; --cohorts 1 is a short run."
+    return [why + fix]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from statistics import fmean
+from collections.abc import Iterator
+from statistics import NormalDist, fmean
 
 from sortedrl.cli.output import print_settings
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import updates_left
-from sortedrl.engines.episodes import ReplayedEpisodes
+from sortedrl.core.wording import counted
+from sortedrl.engines.episodes import DrawnEpisodes, ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import prompts_per_cohort
@@ -17,16 +20,14 @@ from sortedrl.studies.simulated_settings import drafts_line
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
-    drawn_lengths_cut,
-    extrapolated,
-    few_lengths,
-    late_answers,
-    lengths_cut,
     simulated_schedule,
     step_time_of,
 )
 
 MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
+MANY_CUT = 0.2  # fraction of the drawn lengths
+MANY_LATE = 0.05  # fraction of the drawn answers of environments
+BEYOND = 1.1  # times the largest measured batch
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -45,46 +46,85 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
     return 0
 
 
-def print_notices(settings: SimulatedSettings, *more: str | None) -> None:
-    """What a user should see before the answer: cut or few responses, late answers of environments, split groups,
-    updates that cannot fill slots or make tokens stale, slots beyond the measured step times, and what takes long."""
-    responses = lengths_cut(settings), drawn_lengths_cut(settings), few_lengths(settings), late_answers(settings)
-    needed = simulated_schedule(settings).rollouts_needed
-    sizes = _split_groups(settings), _small_updates(settings), too_many_slots(settings.slots, needed)
-    for notice in (*responses, *sizes, extrapolated(settings), _long_runs(settings), *more):
-        if notice:
-            print(f"sortedrl: {notice}", file=sys.stderr)
+def print_notices(settings: SimulatedSettings, *more: str) -> None:
+    """What a user should see before the answer."""
+    for notice in (*_notices_of_responses(settings), *_notices_of_sizes(settings), *more):
+        print(f"sortedrl: {notice}", file=sys.stderr)
 
 
-def _split_groups(settings: SimulatedSettings) -> str | None:
-    if settings.rollouts_per_prompt == 1 or settings.whole_groups:
-        return None
-    return (
-        f"rollouts_per_prompt = {settings.rollouts_per_prompt} without whole_groups: responses to one prompt may be in "
-        "different updates. For GRPO or RLOO add --whole-groups."
+def _notices_of_responses(settings: SimulatedSettings) -> Iterator[str]:
+    """Cut or few responses, and late answers of environments, which fail and waste the tokens before them."""
+    replayed, limit = settings.replayed_lengths, settings.response_limit()
+    cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
+    if replayed is not None and (cut := replayed.longer_than(limit)):
+        yield (
+            f"max_response_tokens = {limit} cuts {cut:,} of {replayed.count:,} responses ({cut / replayed.count:.1%}) "
+            f"in {settings.lengths}; the longest has {replayed.longest:,} tokens. Leave it out to cut none."
+        )
+    if replayed is not None and replayed.count < cohort:
+        yield (
+            f"{settings.lengths} has {counted(replayed.count, 'response')}, fewer than a cohort of {cohort:,}: they "
+            "are repeated. The gains depend on its longest responses, and their standard error does not cover that. "
+            "Give more responses."
+        )
+    drawn_cut = _fraction_above(
+        limit, settings.median_length, math.hypot(settings.length_sd_between, settings.length_sd_within)
     )
+    if settings.lengths is None and settings.turns == 1 and drawn_cut >= MANY_CUT:
+        yield (
+            f"max_response_tokens = {limit} cuts about {drawn_cut:.0%} of the drawn responses, whose median is "
+            f"{settings.median_length:g} tokens. Set --median-length to that of your responses."
+        )
+    deadline, sd = simulated_schedule(settings).max_environment_seconds, DrawnEpisodes.sigma
+    late = _fraction_above(deadline, settings.environment_seconds * math.exp(-(sd**2) / 2), sd)
+    if settings.replayed_episodes is None and settings.turns > 1 and late >= MANY_LATE:
+        yield (
+            f"environment_seconds = {settings.environment_seconds:g}: about {late:.0%} of the answers take longer than "
+            f"max_environment_seconds = {deadline:g} and fail, as in a run with this limit."
+        )
 
 
-def _small_updates(settings: SimulatedSettings) -> str | None:
-    update, slots = simulated_schedule(settings).rollouts_needed, settings.slots
-    if update >= slots:
-        return None
-    return (
-        f"rollouts_per_update = {settings.rollouts_per_update} is less than slots = {slots}: the baseline leaves at "
-        f"least {int(100 * (1 - update / slots))}% of the slots empty, which makes the gains large. Set "
-        "--rollouts-per-update to your real update size."
+def _fraction_above(limit: float, median: float, sd: float) -> float:
+    """Of a lognormal distribution."""
+    if not median or not sd:
+        return float(median > limit)
+    return NormalDist(0, sd).cdf(math.log(median / limit))
+
+
+def _notices_of_sizes(settings: SimulatedSettings) -> Iterator[str]:
+    """Split groups, updates that cannot fill slots or make tokens stale, slots beyond the measured step times, and what
+    takes long."""
+    update, slots, per_engine = (
+        simulated_schedule(settings).rollouts_needed, settings.slots, settings.most_slots_per_engine(),
+    )  # fmt: skip
+    per_cohort, measured = (
+        prompts_per_cohort(settings) * settings.rollouts_per_prompt,
+        step_time_of(settings).measured_to,
     )
-
-
-def _long_runs(settings: SimulatedSettings) -> str | None:
-    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
-    rollouts = settings.cohorts * per_cohort
-    if rollouts < MANY_ROLLOUTS:
-        return None
-    return (
-        f"each mode is simulated with {rollouts:,} rollouts per seed (cohorts = {settings.cohorts} of {per_cohort:,}), "
-        "which takes seconds to minutes. With fewer --cohorts it is faster."
-    )
+    if settings.rollouts_per_prompt > 1 and not settings.whole_groups:
+        yield (
+            f"rollouts_per_prompt = {settings.rollouts_per_prompt} without whole_groups: responses to one prompt may "
+            "be in different updates. For GRPO or RLOO add --whole-groups."
+        )
+    if update < slots:
+        yield (
+            f"rollouts_per_update = {settings.rollouts_per_update} is less than slots = {slots}: the baseline leaves "
+            f"at least {int(100 * (1 - update / slots))}% of the slots empty, which makes the gains large. Set "
+            "--rollouts-per-update to your real update size."
+        )
+    if notice := too_many_slots(slots, update):
+        yield notice
+    if measured is not None and per_engine > BEYOND * measured:
+        yield (
+            f"{per_engine} slots per engine, but {settings.step_time} was measured with up to {measured:g} running "
+            "requests. Beyond that, step times are a straight line. --slots is the total: set --engines to your "
+            "number of engines."
+        )
+    if (rollouts := settings.cohorts * per_cohort) >= MANY_ROLLOUTS:
+        yield (
+            f"each mode is simulated with {rollouts:,} rollouts per seed (cohorts = {settings.cohorts} of "
+            f"{per_cohort:,}), which takes seconds to minutes. With fewer --cohorts it is faster."
+        )
 
 
 def accuracy_line(settings: SimulatedSettings) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from statistics import NormalDist
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, Field
@@ -16,7 +15,6 @@ from pydantic import BaseModel, Field
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
 from sortedrl.engines.routing import even_split
@@ -47,9 +45,6 @@ _LENGTHS_FIX = (
 MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
-MANY_CUT = 0.2  # fraction of the drawn lengths
-BEYOND = 1.1  # times the largest measured batch
-MANY_LATE = 0.05  # fraction of the drawn answers of environments
 PromptTokens = Annotated[int, Field(ge=0, le=MOST, description="tokens per prompt")]
 
 
@@ -267,72 +262,6 @@ def length_of(settings: LengthSettings) -> LengthOf:
         between=settings.length_sd_between,
         within=settings.length_sd_within,
         limit=settings.response_limit(),
-    )
-
-
-def lengths_cut(settings: LengthSettings) -> str | None:
-    """A notice if the response limit cuts responses of the file of lengths."""
-    replayed, limit = settings.replayed_lengths, settings.response_limit()
-    if replayed is None or not (cut := replayed.longer_than(limit)):
-        return None
-    return (
-        f"max_response_tokens = {limit} cuts {cut:,} of {replayed.count:,} responses ({cut / replayed.count:.1%}) in "
-        f"{settings.lengths}; the longest has {replayed.longest:,} tokens. Leave it out to cut none."
-    )
-
-
-def drawn_lengths_cut(settings: SimulatedSettings) -> str | None:
-    """A notice if the response limit cuts many of the lengths that are drawn: the median may be forgotten."""
-    if settings.lengths is not None or settings.turns > 1:
-        return None
-    limit = settings.response_limit()
-    sd = math.hypot(settings.length_sd_between, settings.length_sd_within)
-    above = math.log(settings.median_length / limit)
-    cut = NormalDist(0, sd).cdf(above) if sd else float(above > 0)
-    if cut < MANY_CUT:
-        return None
-    return (
-        f"max_response_tokens = {limit} cuts about {cut:.0%} of the drawn responses, whose median is "
-        f"{settings.median_length:g} tokens. Set --median-length to that of your responses."
-    )
-
-
-def late_answers(settings: SimulatedSettings) -> str | None:
-    """A notice if many answers of environments miss their deadline: they fail, and waste the tokens before them."""
-    if settings.replayed_episodes is not None or settings.turns == 1 or not settings.environment_seconds:
-        return None
-    limit = simulated_schedule(settings).max_environment_seconds
-    sd = DrawnEpisodes.sigma
-    median = settings.environment_seconds * math.exp(-(sd**2) / 2)
-    late = NormalDist(0, sd).cdf(math.log(median / limit))
-    if late < MANY_LATE:
-        return None
-    return (
-        f"environment_seconds = {settings.environment_seconds:g}: about {late:.0%} of the answers take longer than "
-        f"max_environment_seconds = {limit:g} and fail, as in a run with this limit."
-    )
-
-
-def extrapolated(settings: SimulatedSettings) -> str | None:
-    """A notice if an engine has more slots than its step time was measured with."""
-    most, measured = settings.most_slots_per_engine(), step_time_of(settings).measured_to
-    if measured is None or most <= BEYOND * measured:
-        return None
-    return (
-        f"{most} slots per engine, but {settings.step_time} was measured with up to {measured:g} running requests. "
-        "Beyond that, step times are a straight line. --slots is the total: set --engines to your number of engines."
-    )
-
-
-def few_lengths(settings: WorkloadSettings) -> str | None:
-    """A notice if the file has too few responses for the errors that are printed."""
-    replayed, cohort = settings.replayed_lengths, prompts_per_cohort(settings) * settings.rollouts_per_prompt
-    if replayed is None or replayed.count >= cohort:
-        return None
-    return (
-        f"{settings.lengths} has {counted(replayed.count, 'response')}, fewer than a cohort of "
-        f"{cohort:,}: they are repeated. The gains depend on its longest responses, and their standard error does not "
-        "cover that. Give more responses."
     )
 
 
