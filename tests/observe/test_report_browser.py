@@ -211,55 +211,6 @@ def test_nothing_leaves_the_page_and_nothing_goes_wrong(browser: Chromium, compa
     browser.errors.clear()
 
 
-def test_the_page_fits_narrow_and_wide_windows(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
-    _, page = compared
-    for width in (390, 1366):
-        browser.resize(width, 900)
-        browser.open(page)
-        assert browser.ask("document.documentElement.scrollWidth") <= width
-    browser.resize(1366, 900)
-
-
-def test_a_table_wider_than_the_window_scrolls_by_itself(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
-    _, page = compared
-    table = "document.querySelector('#metrics .scroll')"
-    browser.resize(500, 900)
-    browser.open(page)
-    assert browser.ask(f"{table}.scrollWidth > {table}.clientWidth")
-    browser.ask(f"{table}.scrollLeft = 10_000")
-    assert browser.ask(f"{table}.querySelector('tbody th').getBoundingClientRect().left") >= 0, "the mode stays"
-    browser.resize(1366, 900)
-
-
-def test_the_keyboard_reaches_everything(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
-    _, page = compared
-    browser.open(page)
-    browser.press("Tab")
-    assert browser.ask("document.activeElement.className") == "skip"
-    reached = set()
-    for _ in range(80):
-        browser.press("Tab")
-        reached.add(browser.ask("document.activeElement.id || document.activeElement.tagName"))
-    assert {"A", "DIV", "SUMMARY"} <= reached, "links, tables that scroll and details"
-
-
-def test_what_is_printed_on_the_page_are_the_figures_of_the_fold(
-    browser: Chromium, compared: tuple[list[Path], Path]
-) -> None:
-    logs, page = compared
-    browser.open(page)
-    cells = browser.ask(
-        "[...document.querySelectorAll('.headline tbody tr')]"
-        ".map(row => [...row.querySelectorAll('td')].map(cell => cell.textContent))"
-    )
-    for row, log in zip(cells, logs, strict=True):
-        run_metrics = figures_of(log)
-        assert row[0] == f"{100 * run_metrics.bubble:.1f} %"
-        assert row[2] == f"{run_metrics.goodput:,.0f}"
-        assert row[3] == f"{100 * run_metrics.waste:.1f} %"
-        assert row[4] == f"{run_metrics.staleness_mean:.2f}"
-
-
 def test_a_run_of_50_000_rollouts_draws_no_more_than_a_small_one_might(browser: Chromium, tmp_path: Path) -> None:
     """Within two seconds on a quiet machine. What is drawn is counted: time would be that of the machine."""
     workload = replace(WORKLOAD, slots=128, prompts=50_176)

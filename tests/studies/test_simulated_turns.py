@@ -249,16 +249,6 @@ def test_the_prefix_cache_has_as_many_tokens_as_vllm_counted(
         assert off == 0 if name == "baseline" else abs(off) < 0.02
 
 
-def test_small_delays_change_the_goodput_by_little(
-    capsys: pytest.CaptureFixture[str], script: Callable[[str], dict[str, Any]]
-) -> None:
-    """`python benchmarks/turns_spread.py ...`."""
-    spread = script("turns_spread.py")["spread"]
-    spread(BENCHMARKS / "measured" / "h200-turns-calibrated-2", ["partial+elevator"], 3, counted_updates=[2])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "deviation" in line]
-    assert 0 < float(line.split("standard deviation ")[1].split("%")[0]) < 3
-
-
 @pytest.mark.parametrize("mode", ["partial+elevator", "on-policy+planned", "baseline"])
 def test_with_chunked_prefill_all_is_trained_on_below_the_limit(mode: str) -> None:
     step_time = replace(PRESETS["h200-8b"], per_prefill_step=0.005, prefill_tokens_per_step=256)

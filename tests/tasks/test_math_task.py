@@ -16,7 +16,7 @@ pytest.importorskip("math_verify")
 
 from hostile_answers import BOMBS, HOSTILE, LATE_BOMBS
 from sortedrl.log.paused_gc import paused_gc
-from sortedrl.tasks.math import Math, last_boxed, normalized, reference_answer
+from sortedrl.tasks.math import Math, last_boxed, normalized
 from sortedrl.tasks.math_limits import is_affordable
 from sortedrl.tasks.task import Problem, Reward
 
@@ -267,13 +267,6 @@ def test_held_out_problems_are_never_trained_on(tmp_path: Path) -> None:
     assert shared.held_out() == Math(data=data, seed=1).held_out() != Math(data=data, seed=2).held_out()
     overlapping = Math(data=data, held_out_data=other)
     assert len(overlapping.train()) == 90 and len(overlapping.held_out()) == 10
-
-
-def test_reference_answers_of_known_shapes() -> None:
-    assert reference_answer("so 3\n#### 1,200") == "1,200"
-    assert reference_answer(r"first \boxed{1}, then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    assert reference_answer(["$1$", "$2$"]) == "$1$, $2$"
-    assert reference_answer(27.0) == "27.0"
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
