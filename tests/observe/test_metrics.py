@@ -290,25 +290,13 @@ def test_random_batches_score_0_and_sorted_ones_1_at_any_size(size: int) -> None
     assert of(sorted(lengths)) > 0.99
 
 
-def test_sorted_batches_have_a_higher_sortedness_than_random_ones() -> None:
-    random_lengths = [random.Random(i).randint(1, 60) for i in range(64)]
-    knobs = {"slots": 64, "rollouts_per_update": 8, "prompts_per_cohort": 64}
-    by_length = run("partial", random_lengths, **knobs).run_metrics.sortedness
-    in_load_order = run("baseline", random_lengths, **knobs).run_metrics.sortedness
-    assert by_length is not None and in_load_order is not None
-    assert by_length > 0.5 > 0.2 > in_load_order
-
-
 def test_rank_correlation_of_equal_and_opposite_orders() -> None:
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [9, 7, 5, 3]) == pytest.approx(-1.0)
     assert rank_correlation([1, 1, 2, 2], [1, 2, 1, 2]) == pytest.approx(0.0)
     assert rank_correlation([1, 1, 1], [1, 2, 3]) is None
     assert rank_correlation([1], [1]) is None
-
-
-def test_ties_share_their_mean_rank() -> None:
-    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5)), "ties"
 
 
 def test_expectation_quality_compares_what_was_expected_at_the_first_start() -> None:

@@ -172,11 +172,6 @@ def test_the_line_names_environments_and_the_setting() -> None:
     assert "environments 20%" in bottleneck_line(found | {"environments": 0.2, "generation": 0.8})
 
 
-def test_a_summary_from_before_environments_were_a_part_is_readable() -> None:
-    found = {"generation": 0.6, "learner": 0.4, "scoring": 0.0, "weights": 0.0, "other": 0.0}
-    assert bottleneck_line(found).startswith("bottleneck: generation, 60%")
-
-
 @pytest.mark.parametrize(("seconds", "mode"), [(5.0, "baseline"), (200.0, "partial+elevator")])
 def test_empty_slots_while_environments_work_are_the_environments(seconds: float, mode: str) -> None:
     """Two turns, each followed by a call: no slot is busy then in the baseline, and few are in the elevator, because it

@@ -117,19 +117,13 @@ class SlowToSubmit(SimulatedEngine):
         return list(held) or super().poll(until)
 
 
-@pytest.mark.parametrize("engine_type", [SimulatedEngine, SlowToSubmit])
+@pytest.mark.parametrize("engine_type", [SimulatedEngine, SlowToSubmit, ChunkedPrefillEngine])
 @pytest.mark.parametrize("seconds", [0.0, 0.004])
 def test_what_a_return_costs_is_found(seconds: float, engine_type: type[SimulatedEngine]) -> None:
-    step_time = replace(STEP_TIME, per_prefill_token=0.0, per_prefill_step=seconds)
+    step_time = replace(STEP_TIME, per_prefill_token=0.0, per_prefill_step=seconds, prefill_tokens_per_step=512)
     engine = engine_type(slots=16, step_time=step_time, length_of=lambda request: ENDLESS)
     found = profile.prefill_step_seconds(engine, 100, 16, 1000, 0.0)
     assert found == pytest.approx(seconds, abs=2e-4)  # a decode step takes 6 ms
-
-
-def test_a_return_costs_the_same_in_an_engine_with_chunked_prefill() -> None:
-    step_time = replace(STEP_TIME, per_prefill_token=0.0, per_prefill_step=0.004, prefill_tokens_per_step=512)
-    engine = ChunkedPrefillEngine(slots=16, step_time=step_time, length_of=lambda request: ENDLESS)
-    assert profile.prefill_step_seconds(engine, 100, 16, 1000, 0.0) == pytest.approx(0.004, abs=2e-4)
 
 
 def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, capsys: Any) -> None:
@@ -310,14 +304,6 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
 def test_a_bench_that_cannot_work_is_refused(words: str, why: str, capsys: Any) -> None:
     assert main(["bench", *words.split()]) == 2
     assert why in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("True", True), ("false", False), ("False", False), ("None", None), ("0.5", 0.5), ("dummy", "dummy")],
-)
-def test_options_of_an_engine_are_what_they_look_like(text: str, value: object) -> None:
-    assert BenchSettings(engine="vllm", engine_options={"option": text}).resolved_engine_options() == {"option": value}
 
 
 def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:

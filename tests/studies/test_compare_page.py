@@ -121,13 +121,6 @@ def test_an_arm_that_never_reaches_the_threshold_is_compared_by_what_is_known(fo
     assert "8 runs of never and 0 of slow never reached the threshold" in text.censoring(never)
 
 
-def test_another_threshold_needs_no_new_runs(folder: Path) -> None:
-    before = compared(folder).primary.difference
-    (folder / "study.toml").write_text(STUDY.replace("threshold = 0.7", "threshold = 0.3"))
-    after = compared(folder).primary.difference
-    assert before is not None and after is not None and after.arm_mean < before.arm_mean
-
-
 def test_a_threshold_below_the_scores_at_the_start_is_noticed(folder: Path) -> None:
     assert not any("threshold" in notice for notice in compared(folder).notices)
     (folder / "study.toml").write_text(STUDY.replace("threshold = 0.7", "threshold = 0.2"))
@@ -247,12 +240,6 @@ def test_results_are_shown_without_training(folder: Path, capsys: pytest.Capture
     assert "never reached the threshold" in page
 
 
-def test_the_tables_fit_a_wide_terminal(folder: Path) -> None:
-    printed = shown(compared(folder), width=160)
-    assert "not reached" in printed and "primary" in printed
-    assert max(map(len, printed.splitlines())) <= 160
-
-
 def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
     path = folder / "results.jsonl"
     with path.open("a") as file:
@@ -260,12 +247,6 @@ def test_a_torn_last_line_is_left_out_and_repaired(folder: Path) -> None:
     assert len(read_results(path).runs) == 3 * SEEDS
     append(path, line("slow", 0))
     assert len(read_results(path).runs) == 3 * SEEDS
-
-
-def test_results_of_an_older_version_may_lack_a_metric(folder: Path) -> None:
-    path = folder / "results.jsonl"
-    path.write_text(path.read_text().replace('"waste": 0.0, ', ""))
-    assert "waste" not in compared(folder).summaries["fast"]
 
 
 def test_results_from_an_editor_lose_no_run(folder: Path) -> None:

@@ -55,13 +55,13 @@ def test_the_mean_latency_is_the_one_that_is_set() -> None:
     assert sum(drawn) / len(drawn) == pytest.approx(2.0, rel=0.05)
 
 
-def two_turns(engine: SimulatedEngine, *, update_between: bool = False) -> float:
-    """Seconds from the submit of the second turn until it has made one token, after one prompt of 10 tokens and a
-    first turn of 5; the environment's answer has 4."""
-    prompt = Prompt("p", range(10))
-    engine.submit([Request(0, prompt, (), 100, seed=0)])
-    while not any(isinstance(change, RequestFinished) for change in engine.poll()):
-        pass
+def two_turns(engine: SimulatedEngine, *others: Request, update_between: bool = False) -> float:
+    """Seconds from the submit of the second turn to its end, after one prompt of 10 tokens, a first turn of 5, and
+    other requests; the environment's answer has 4."""
+    prompt, ended = Prompt("p", range(10)), 0
+    engine.submit([Request(0, prompt, (), 100, seed=0), *others])
+    while ended < 1 + len(others):
+        ended += sum(isinstance(change, RequestFinished) for change in engine.poll())
     if update_between:
         engine.update_weights(None, 1)
     prefix = (Segment(range(5), range(-1, -6, -1), 0), Segment(range(5, 9), [0.0] * 4, ENVIRONMENT))
@@ -139,36 +139,19 @@ def test_a_request_misses_the_step_that_is_scheduled_already(
     assert started == pytest.approx({0: 0.0, 1: 0.0, 2: at_end, 3: 4.5 if in_step else within_step})
 
 
-def test_cached_turns_take_memory_and_go_before_a_request_is_preempted() -> None:
+@pytest.mark.parametrize(("kv_tokens", "prefilled"), [(None, 4), (60, 4), (26, 19)])
+def test_cached_turns_take_memory_and_go_before_a_request_is_preempted(kv_tokens: int | None, prefilled: int) -> None:
     """Memory for one context and a little more: the second request evicts the first one's turn, which is prefilled
     again."""
-
-    def length(request: Request) -> int:
-        return request.prefix_length + 5
-
-    def prefill_of_second_turn(kv_tokens: int | None) -> float:
-        engine = SimulatedEngine(
-            slots=1,
-            step_time=linear(1.0, 0.0, per_prefill_token=100.0),
-            length_of=length,
-            prefix_cache=True,
-            kv_tokens=kv_tokens,
-        )
-        prompt = Prompt("p", range(10))
-        engine.submit([Request(0, prompt, (), 100, seed=0), Request(1, prompt, (), 100, seed=1)])
-        ended = 0
-        while ended < 2:
-            ended += sum(isinstance(change, RequestFinished) for change in engine.poll())
-        prefix = (Segment(range(5), range(-1, -6, -1), 0), Segment(range(5, 9), [0.0] * 4, ENVIRONMENT))
-        began = engine.now()
-        engine.submit([Request(0, prompt, prefix, 100, seed=0)])
-        while not any(isinstance(change, RequestFinished) for change in engine.poll()):
-            pass
-        return (engine.now() - began - 5.0) / 100.0
-
-    assert prefill_of_second_turn(None) == pytest.approx(4)
-    assert prefill_of_second_turn(60) == pytest.approx(4)
-    assert prefill_of_second_turn(26) == pytest.approx(19)
+    engine = SimulatedEngine(
+        slots=1,
+        step_time=linear(1.0, 0.0, per_prefill_token=100.0),
+        length_of=lambda request: request.prefix_length + 5,
+        prefix_cache=True,
+        kv_tokens=kv_tokens,
+    )
+    seconds = two_turns(engine, Request(1, Prompt("p", range(10)), (), 100, seed=1))
+    assert seconds == pytest.approx(5.0 + 100.0 * prefilled)
 
 
 @pytest.fixture

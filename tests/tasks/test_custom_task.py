@@ -158,20 +158,6 @@ def test_problems_that_are_none_are_named(result: Any, message: str) -> None:
         checked_problems(result, "train()")
 
 
-def test_problems_may_come_from_a_generator() -> None:
-    problems = [Problem("a", "ask", 1), Problem("b", "ask more", 2)]
-    assert checked_problems((problem for problem in problems), "train()") == tuple(problems)
-
-
-def test_the_catalogue_has_the_built_in_tasks(folder: Path) -> None:
-    assert task_by_name("knights_and_knaves").name.startswith("knights_and_knaves")
-    pytest.importorskip("math_verify")
-    (folder / "sums.jsonl").write_text('{"problem": "1+1?", "answer": "2"}\n{"problem": "1+2?", "answer": "3"}\n')
-    assert len(task_by_name("math", data="sums.jsonl").train()) == 1
-    pytest.importorskip("reasoning_gym")
-    assert task_by_name("reasoning_gym:leg_counting", count=3).name == "reasoning_gym:leg_counting"
-
-
 def test_the_examples_of_the_documentation_run(folder: Path) -> None:
     for library in ("math_verify", "reasoning_gym"):
         pytest.importorskip(library)

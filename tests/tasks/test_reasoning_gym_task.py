@@ -11,7 +11,6 @@ if find_spec("reasoning_gym") is None:  # its import takes seconds, which only t
     pytest.skip("reasoning-gym is not installed: pip install '.[puzzles]'", allow_module_level=True)
 
 from sortedrl.tasks.reasoning_gym import ReasoningGym, extract_answer, roles
-from sortedrl.tasks.task import Problem
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +102,6 @@ def test_a_copy_for_a_worker_process_scores_alike() -> None:
     problem = task.train()[0]
     copy = pickle.loads(pickle.dumps(task))
     assert copy.score(problem, f"<answer>{problem.answer['answer']}</answer>").correct
-
-
-def test_options_reach_the_generator() -> None:
-    task = ReasoningGym("leg_counting", count=10, held_out_count=2, min_animals=1, max_animals=1)
-    problem: Problem
-    for problem in task.train():
-        assert problem.answer["metadata"]["difficulty"]["num_animals"] == (1, 1)
 
 
 def test_unknown_datasets_and_options_are_named() -> None:

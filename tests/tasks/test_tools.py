@@ -20,7 +20,7 @@ from sortedrl.tasks.environment import Response
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 from sortedrl.tasks.math import Math
 from sortedrl.tasks.registry import task_by_name
-from sortedrl.tasks.task import Problem, Reward, Task
+from sortedrl.tasks.task import Problem, Task
 from sortedrl.tasks.tools import ToolEnvironment, WithTools, tool_calls
 
 
@@ -66,11 +66,8 @@ def test_a_calculator_and_a_scripted_policy_solve_a_task(environment: ToolEnviro
     observed = turn(environment, f"Let me see. {call('calculator', expression='17 * 23')}")
     assert observed == [{"role": "tool", "name": "calculator", "content": "391"}]
     assert turn(environment, f"It is {observed[0]['content']}.") == 1.0
-
-
-def test_several_calls_in_one_response_get_one_message_each(environment: ToolEnvironment) -> None:
-    observed = turn(environment, call("calculator", expression="1/4") + call("slow_double", number=21))
-    assert [message["content"] for message in observed] == ["0.25", "42"]
+    several = turn(environment, call("calculator", expression="1/4") + call("slow_double", number=21))
+    assert [message["content"] for message in several] == ["0.25", "42"]
 
 
 @pytest.mark.parametrize(
@@ -149,15 +146,6 @@ def test_a_task_with_an_environment_takes_no_tools() -> None:
 def test_a_tool_that_is_no_function_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"nowhere|a tool is a function"):
         WithTools(Sums(), [path])
-
-
-def test_a_math_task_scores_the_answer_after_its_calculations() -> None:
-    problem = Problem("p", "6 times 7?", "42")
-    environment = ToolEnvironment(Math("gsm8k"), [calculator])
-    environment.reset(problem)
-    assert turn(environment, call("calculator", expression="6*7"))[0]["content"] == "42"
-    reward = turn(environment, r"The answer is \boxed{42}.")
-    assert isinstance(reward, Reward) and reward.correct
 
 
 @pytest.mark.parametrize(
