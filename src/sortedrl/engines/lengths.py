@@ -7,12 +7,10 @@ and a regenerated one with another seed draws a new one.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import math
 import reprlib
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,8 +87,7 @@ class ReplayedLengths:
 
 
 def read_lengths(path: Path) -> ReplayedLengths:
-    """A JSONL or CSV file, also packed by gzip: one number per line, or rows with a length, and optionally a prompt and
-    a reward.
+    """A JSONL or CSV file: one number per line, or rows with a length, and optionally a prompt and a reward.
 
     Without prompts, every response draws from all lengths: the file does not show how the lengths of one prompt's
     responses are correlated.
@@ -120,11 +117,6 @@ def read_lengths(path: Path) -> ReplayedLengths:
 
 def _text(path: Path) -> str:
     data = path.read_bytes()
-    if data.startswith(b"\x1f\x8b"):
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: not a complete gzip file ({error})") from None
     for start, kind in BINARY_KINDS.items():
         if data.startswith(start):
             raise ValueError(f"{path}: {kind}")
@@ -136,7 +128,7 @@ def _text(path: Path) -> str:
 
 def _is_csv(path: Path, text: str) -> bool:
     """By the ending of its name, or because its first line names a column of lengths."""
-    if path.name.lower().removesuffix(".gz").endswith(CSV_ENDINGS):
+    if path.name.lower().endswith(CSV_ENDINGS):
         return True
     first = text.partition("\n")[0]
     names = {name.strip().lower() for name in first.split(delimiter_of(first))}

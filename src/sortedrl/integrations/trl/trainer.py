@@ -184,13 +184,12 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     # Start and end of a run
 
     def train(self, *positional: Any, **named: Any) -> Any:
-        with self._ranks.ending_together():
-            try:
-                return super().train(*positional, **named)
-            finally:
-                if self._run is not None:
-                    self._run.end()
-                self._run = self._resume_from = self._buffered_inputs = None
+        try:
+            return super().train(*positional, **named)
+        finally:
+            if self._run is not None:
+                self._run.end()
+            self._run = self._resume_from = self._buffered_inputs = None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
