@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import time
 from collections.abc import Callable
@@ -116,16 +115,6 @@ def test_looking_in_between_changes_nothing(lengths: list[int], slots: int, limi
     assert [at for _, at in looked] == pytest.approx([at for _, at in undisturbed])
 
 
-def test_poll_returns_at_the_time_asked_for() -> None:
-    one = engine()
-    assert one.poll() == []
-    assert one.poll(until=3.0) == []
-    assert one.now() == 3.0
-    one.submit([request(0, 10)])
-    one.poll(until=5.5)
-    assert one.now() == 5.5
-
-
 def test_the_cost_does_not_depend_on_the_number_of_tokens() -> None:
     began = time.process_time()
     one = engine(slots=8, step_time=PRESETS["h200-8b"], kv_tokens=10**13)
@@ -135,16 +124,6 @@ def test_the_cost_does_not_depend_on_the_number_of_tokens() -> None:
 
 
 # Requests
-
-
-def test_tokens_are_positions_and_go_on_after_a_resume() -> None:
-    one = engine()
-    one.submit([request(0, 5), request(1, 9, kept=4)])
-    changes = to_end(one)
-    assert tokens_of(changes, 0) == [0, 1, 2, 3, 4]
-    assert tokens_of(changes, 1) == [4, 5, 6, 7, 8]
-    segments = [change.segment for change in changes if isinstance(change, Tokens)]
-    assert all(list(s.logprobs) == [-token - 1 for token in s.tokens] for s in segments)
 
 
 def test_the_budget_cuts_and_says_so() -> None:
@@ -159,19 +138,6 @@ def test_a_request_without_budget_is_refused() -> None:
     assert one.poll() == [RequestFailed(0, 0.0, "max_new_tokens is 0")]
 
 
-def test_stop_hands_over_all_tokens_and_leaves_nothing_behind() -> None:
-    one = engine(slots=1)
-    one.submit([request(0, 9), request(1, 9)])
-    one.poll(until=4.5)
-    changes = one.abort([0, 1])
-    assert tokens_of(changes, 0) == [0, 1, 2, 3]
-    assert tokens_of(changes, 1) == []
-    assert one.poll() == []
-    one.update_weights(None, 7)
-    one.submit([request(0, 6, kept=4)])
-    assert [c.segment.version for c in to_end(one) if isinstance(c, Tokens)] == [7]
-
-
 def test_a_step_that_was_under_way_at_a_stop_is_lost() -> None:
     one = engine()
     one.submit([request(0, 9)])
@@ -179,14 +145,6 @@ def test_a_step_that_was_under_way_at_a_stop_is_lost() -> None:
     one.abort([0])
     one.submit([request(1, 2)])
     assert dict(ends(to_end(one))) == pytest.approx({1: 6.9})
-
-
-def test_what_is_queued_goes_on_when_only_some_are_stopped() -> None:
-    one = engine(slots=1)
-    one.submit([request(0, 9), request(1, 3)])
-    one.poll(until=2.0)
-    one.abort([0])
-    assert ends(to_end(one)) == [(1, 5.0)]
 
 
 def test_weights_are_loaded_only_while_nothing_is_in_the_engine() -> None:
@@ -206,11 +164,6 @@ def test_a_lost_request_hands_over_what_it_made() -> None:
     assert [change for change in changes if isinstance(change, RequestFailed)] == [
         RequestFailed(1, 3.0, "lost by the engine")
     ]
-
-
-def test_an_engine_needs_a_slot() -> None:
-    with pytest.raises(ValueError, match="slots = 0"):
-        engine(slots=0)
 
 
 # Memory
@@ -345,138 +298,75 @@ def test_replayed_lengths_are_those_of_the_prompt() -> None:
     assert replayed(third, 0) == 5
 
 
-def test_lengths_are_read_from_numbers_and_objects(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('{"lengths": [12]}\n\n{"prompt": "a", "lengths": [3, 4]}\n{"prompt": "a", "length": 5.0}\n')
-    assert read_lengths(path) == ReplayedLengths(((12,), (3, 4, 5)))
+LENGTH_FILES = [
+    (
+        "lengths.jsonl",
+        '{"lengths": [12]}\n\n{"prompt": "a", "lengths": [3, 4]}\n{"prompt": "a", "length": 5.0}\n',
+        "12 3,4,5",
+    ),
+    ("jsonl", '12\n{"length": 7}\n9\n', "12,7,9"),  # without a prompt they are everybody's
+    (
+        "lengths.jsonl",
+        '\ufeff{"prompt_id": 3, "completion_tokens": 12}\n{"prompt_id": 4, "response_length": 5}\n',
+        "12 5",
+    ),
+    ("json", "[12, 7]", "12,7"),
+    ("json", '[\n  {"length": 12},\n  {"length": 7}\n]\n', "12,7"),
+    ("json", '[{"lengths": [12, 7]}]', "12,7"),
+    ("csv", '\ufeffprompt,step,length\n"a, b",1,12\n\n"a, b",2,3.0\nc,1,7\n', "12,3 7"),
+    ("csv", "step, response_length\n1,12\n1,9\n", "12,9"),
+    ("csv", "12\n9\n", "12,9"),
+    ("csv", "Prompt;Response_Length\na, b;12\nc;7\na, b;3\n", "12,3 7"),
+    ("csv", f"length,response\n40000,{'word ' * 40_000}\n9,word\n", "40000,9"),
+    ("tsv", "prompt\tlength\na;b\t12\nc\t7\n", "12 7"),
+    ("txt", "Length\n12\n7\n", "12,7"),
+    ("txt", "id\tcompletion_tokens\n1\t12\n2\t7\n", "12,7"),
+]
 
 
-def test_lengths_that_name_no_prompt_are_everybodys(tmp_path: Path) -> None:
-    """Else a prompt would have one length for ever, and one epoch would teach the next one all."""
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('12\n{"length": 7}\n9\n')
-    assert read_lengths(path) == ReplayedLengths(((12, 7, 9),))
-
-
-def test_lengths_are_read_from_csv(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.csv"
-    path.write_text('\ufeffprompt,step,length\n"a, b",1,12\n\n"a, b",2,3.0\nc,1,7\n')
-    assert read_lengths(path) == ReplayedLengths(((12, 3), (7,)))
-    path.write_text("step, response_length\n1,12\n1,9\n")
-    assert read_lengths(path) == ReplayedLengths(((12, 9),))
-    path.write_text("12\n9\n")
-    assert read_lengths(path) == ReplayedLengths(((12, 9),))
-    path.write_text("Prompt;Response_Length\na, b;12\nc;7\na, b;3\n")
-    assert read_lengths(path) == ReplayedLengths(((12, 3), (7,)))
-    path.write_text(f"length,response\n40000,{'word ' * 40_000}\n9,word\n")
-    assert read_lengths(path) == ReplayedLengths(((40000, 9),))
-
-
-def test_lengths_are_read_from_columns_between_tabs(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.tsv"
-    path.write_text("prompt\tlength\na;b\t12\nc\t7\n")
-    assert read_lengths(path) == ReplayedLengths(((12,), (7,)))
-
-
-def test_files_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
-    """As spreadsheets and Windows tools write them."""
-    lengths, points = tmp_path / "lengths.jsonl", tmp_path / "points.csv"
-    lengths.write_text('\ufeff{"prompt": "a", "length": 5}\n')
-    assert read_lengths(lengths) == ReplayedLengths(((5,),))
-    points.write_text("\ufeffrunning,cached_tokens,seconds\n1,0,0.1\n")
-    assert read_points(points) == [Point(1, 0, 0.1)]
-
-
-@pytest.mark.parametrize("name", ["lengths.jsonl.gz", "lengths.csv.gz", "lengths"])
-def test_lengths_are_read_from_files_packed_by_gzip(tmp_path: Path, name: str) -> None:
-    text = (
-        "prompt,length\na,12\nb,7\n" if "csv" in name else '{"prompt": "a", "length": 12}\n{"prompt": "b", "length": 7}'
-    )
-    (tmp_path / name).write_bytes(gzip.compress(text.encode()))
-    assert read_lengths(tmp_path / name) == ReplayedLengths(((12,), (7,)))
-
-
-@pytest.mark.parametrize("text", ["[12, 7]", '[\n  {"length": 12},\n  {"length": 7}\n]\n', '[{"lengths": [12, 7]}]'])
-def test_lengths_are_read_from_one_json_list(tmp_path: Path, text: str) -> None:
-    """As `json.dump` writes it."""
-    path = tmp_path / "lengths.json"
+@pytest.mark.parametrize(("ending", "text", "expected"), LENGTH_FILES, ids=range(len(LENGTH_FILES)))
+def test_lengths_are_read_from_many_kinds_of_files(ending: str, text: str, expected: str, tmp_path: Path) -> None:
+    """`expected`: prompts between spaces, the lengths of each between commas."""
+    path = tmp_path / f"lengths.{ending}"
     path.write_text(text)
-    assert read_lengths(path) == ReplayedLengths(((12, 7),))
-    path.write_text("[12, 7, 0]")
-    with pytest.raises(ValueError, match="entry 3: length 0 is not a number of tokens"):
-        read_lengths(path)
-
-
-def test_a_text_file_may_have_a_header(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("Length\n12\n7\n")
-    assert read_lengths(path) == ReplayedLengths(((12, 7),))
-    path.write_text("id\tcompletion_tokens\n1\t12\n2\t7\n")
-    assert read_lengths(path) == ReplayedLengths(((12, 7),))
+    by_prompt = tuple(tuple(map(int, lengths.split(","))) for lengths in expected.split())
+    assert read_lengths(path) == ReplayedLengths(by_prompt)
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("ending", "data", "words"),
     [
-        (b"\x93NUMPY\x01\x00", "a NumPy file: write it with numpy.savetxt"),
-        (b"PAR1\x15\x04\xa4", "a Parquet file: write it with pandas"),
-        (gzip.compress(b"12\n" * 100)[:-9], "not a complete gzip file"),
-        ("12\n7\n".encode("utf-16"), "not text in UTF-8"),
+        ("dat", b"\x93NUMPY\x01\x00", "a NumPy file: write it with numpy.savetxt"),
+        ("dat", b"PAR1\x15\x04\xa4", "a Parquet file: write it with pandas"),
+        ("dat", "12\n7\n".encode("utf-16"), "not text in UTF-8"),
+        ("json", b"[12, 7, 0]", "entry 3: length 0 is not a number of tokens"),
+        ("csv", b"", "no lengths in this file"),
+        ("csv", b"prompt,size\na,3\n", r"line 1: no column `length` in \['prompt', 'size'\]"),
+        ("csv", b"prompt,length\na,3\nb\n", "line 3: length '' is not a number of tokens"),
+        ("csv", b"prompt,length\na,3\nb,long\n", "line 3: length 'long'"),
+        ("csv", b"length\nnan\n", "line 2: length nan"),
+        (
+            "lengths.csv",
+            b"step,completion_length\n1,812.0\n2,803.4\n",
+            r"line 3: length 803\.4 is not a whole number.* means",
+        ),
+        ("jsonl", b"", "no lengths in this file"),
+        ("jsonl", b"12\n{\n", "line 2: not JSON"),
+        ("jsonl", b'{"a', r"line 1: not JSON \(Unterminated string starting at column 2\)"),
+        ("jsonl", b"12\n-3\n", "line 2: length -3 is not a number of tokens"),
+        ("jsonl", b"0\n", "line 1: length 0"),
+        ("jsonl", b'"long"\n', "line 1: length 'long'"),
+        ("jsonl", b"true\n", "line 1: length True"),
+        ("jsonl", b"NaN\n", "line 1: length nan"),
+        ("jsonl", b"12.0\n12.5\n", "line 2: length 12.5 is not a whole number of tokens"),
+        ("jsonl", b'{"size": 3}\n', r"line 1: no `length` or `lengths` in \['size'\]"),
+        ("jsonl", b'{"lengths": []}\n', "line 1: no `length`"),
+        ("jsonl", b'7\n{"prompt": "a", "length": 3}\n', "some lengths have a `prompt` and some do not"),
     ],
-    ids=["numpy", "parquet", "gzip", "utf-16"],
 )
-def test_a_file_that_is_not_text_is_refused_with_what_it_is(tmp_path: Path, data: bytes, words: str) -> None:
-    path = tmp_path / "lengths.dat"
+def test_a_file_without_lengths_is_refused_with_its_line(ending: str, data: bytes, words: str, tmp_path: Path) -> None:
+    path = tmp_path / f"lengths.{ending}"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=words):
-        read_lengths(path)
-
-
-def test_lengths_may_have_the_names_of_other_tools(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text('{"prompt_id": 3, "completion_tokens": 12}\n{"prompt_id": 4, "response_length": 5}\n')
-    assert read_lengths(path) == ReplayedLengths(((12,), (5,)))
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "no lengths in this file"),
-        ("prompt,size\na,3\n", r"line 1: no column `length` in \['prompt', 'size'\]"),
-        ("prompt,length\na,3\nb\n", "line 3: length '' is not a number of tokens"),
-        ("prompt,length\na,3\nb,long\n", "line 3: length 'long'"),
-        ("length\nnan\n", "line 2: length nan"),
-        ("step,completion_length\n1,812.0\n2,803.4\n", r"line 3: length 803\.4 is not a whole number.* not means"),
-    ],
-)
-def test_a_broken_csv_file_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "lengths.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words) as error:
-        read_lengths(path)
-    assert str(path) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "no lengths in this file"),
-        ("12\n{\n", "line 2: not JSON"),
-        ('{"a', r"line 1: not JSON \(Unterminated string starting at column 2\)"),
-        ("12\n-3\n", "line 2: length -3 is not a number of tokens"),
-        ("0\n", "line 1: length 0"),
-        ('"long"\n', "line 1: length 'long'"),
-        ("true\n", "line 1: length True"),
-        ("NaN\n", "line 1: length nan"),
-        ("12.0\n12.5\n", "line 2: length 12.5 is not a whole number of tokens"),
-        ('{"size": 3}\n', r"line 1: no `length` or `lengths` in \['size'\]"),
-        ('{"lengths": []}\n', "line 1: no `length`"),
-        ('7\n{"prompt": "a", "length": 3}\n', "some lengths have a `prompt` and some do not"),
-    ],
-)
-def test_a_broken_file_of_lengths_is_named_with_its_line(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "lengths.jsonl"
-    path.write_text(text)
     with pytest.raises(ValueError, match=words) as error:
         read_lengths(path)
     assert str(path) in str(error.value)
@@ -534,7 +424,7 @@ def test_measured_points_are_read_from_csv(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     path.write_text("running,cached_tokens,seconds\n1,0,0.005\n64,1000,0.0075\n")
     assert read_points(path) == [Point(1, 0, 0.005), Point(64, 1000, 0.0075)]
-    path.write_text("Seconds; Running;Cached_Tokens\n0.005;1;0\n")
+    path.write_text("\ufeffSeconds; Running;Cached_Tokens\n0.005;1;0\n")
     assert read_points(path) == [Point(1, 0, 0.005)]
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +30,7 @@ from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
 from sortedrl.log.file import EventFile
-from sortedrl.log.reading import read_events, read_intact, without_rolled_back
+from sortedrl.log.reading import read_intact
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
@@ -162,6 +158,7 @@ def test_fields_of_vllm_need_vllm(fields: dict[str, Any], tmp_path: Path) -> Non
         ({"max_completion_length": None}, "ppo_clip", "max_completion_length"),
         ({"steps_per_generation": 3}, "ppo_clip", "steps_per_generation"),
         ({"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}, "ppo_clip", "save_steps"),
+        ({"num_iterations": 2, "save_strategy": "steps", "save_steps": 0.5}, "ppo_clip", "save_steps"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_by_name(
@@ -173,29 +170,29 @@ def test_settings_that_do_not_go_together_are_refused_by_name(
     assert refused.value.key == key
 
 
-def test_checkpoints_may_be_spaced_by_a_fraction_of_the_run(tmp_path: Path) -> None:
-    args = config(tmp_path, save_strategy="steps", save_steps=0.5)
-    check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
-    with pytest.raises(ConfigurationError, match="multiple of 2"):
-        args = config(tmp_path, save_strategy="steps", save_steps=0.5, num_iterations=2)
-        check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
-
-
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
         ({"rollout_func": print}, "rollout_func"),
         ({"quantization_config": object()}, "quantization_config"),
         ({"train_dataset": questions().to_iterable_dataset()}, "train_dataset"),
+        ({"train_dataset": questions().to_list()}, "train_dataset"),
         ({"train_dataset": questions().rename_column("prompt", "question")}, "train_dataset"),
         ({"train_dataset": questions().rename_column("number", "image")}, "train_dataset"),
         ({"engine": "ouija"}, "engine"),
         ({"engine": None}, "engine"),
         ({"engine": EmbeddedEngine}, "engine"),
+        ({"slots": 0}, "slots"),
+        ({"slots": 2.5}, "slots"),
+        ({"slots": True, "engine": "vllm"}, "slots"),
+        ({"slots": 4, "engine": lambda: None}, "slots"),
+        ({"max_rejected_fraction": 50}, "max_rejected_fraction"),
+        ({"reuse_kv_cache": True}, "reuse_kv_cache"),  # without vLLM
         ({"schedule": {"mode": "partial"}}, "schedule"),
         ({"schedule": None}, "schedule"),
         ({"schedule": "partly"}, "mode"),
         ({"schedule": Schedule(mode="partial", rollouts_per_prompt=2)}, "rollouts_per_prompt"),
+        ({"schedule": Schedule(mode="partial", prompts_per_cohort=1)}, "prompts_per_cohort"),
         ({"schedule": Schedule(mode="partial", overlap=True)}, "overlap"),
         ({"schedule": Schedule(mode="on-policy", max_staleness=2)}, "max_staleness"),
     ],
@@ -225,20 +222,6 @@ def test_a_cohort_is_four_updates_unless_the_schedule_sets_it(
     args = config(tmp_path, per_device_train_batch_size=32, num_generations=8, gradient_accumulation_steps=1)
     schedule = schedule_for(args, given, 0)
     assert (schedule.rollouts_per_update, schedule.prompts_per_cohort) == (32, prompts)
-
-
-@pytest.mark.parametrize("batch", [32, 128])
-def test_a_cohort_that_cannot_fill_an_update_is_refused(batch: int, tmp_path: Path) -> None:
-    args = config(tmp_path, per_device_train_batch_size=batch, num_generations=8, gradient_accumulation_steps=1)
-    with pytest.raises(
-        ConfigurationError, match=f"3 prompts x 8 rollouts = 24 rollouts cannot fill one update of {batch}"
-    ):
-        schedule_for(args, Schedule(prompts_per_cohort=3), 0)
-
-
-def test_a_cohort_of_any_size_may_be_larger_than_the_default(tmp_path: Path) -> None:
-    args = config(tmp_path, per_device_train_batch_size=8192, num_generations=8, gradient_accumulation_steps=1)
-    assert schedule_for(args, Schedule(max_staleness=4), 0).prompts_per_cohort == 4096
 
 
 def test_a_function_makes_the_engine(tokenizer: Any, tmp_path: Path) -> None:
@@ -335,15 +318,6 @@ def test_a_staleness_bound_with_its_larger_updates_does_not_end_the_run_early(to
     sizes = [len(update.rollouts) for update in updates_in(tmp_path)]
     assert len(sizes) == 12
     assert sum(sizes) > 24 * 8, "more than twice what 12 updates need, and two epochs"
-
-
-@pytest.mark.slow
-def test_trace_reads_the_log_of_a_trl_run(tokenizer: Any, tmp_path: Path) -> None:
-    trained(tmp_path, tokenizer, "partial")
-    command = [sys.executable, "-m", "sortedrl", "trace", str(tmp_path), "--out", str(tmp_path / "trace.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "trace.json").read_text())
 
 
 def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp_path: Path) -> None:
@@ -535,13 +509,6 @@ def test_several_steps_and_passes_over_an_update_are_one_version(tokenizer: Any,
         order = sorted(updates[first // 4].lengths)
         dealt = [order[0::2], order[1::2]] * 2
         assert [sorted(lengths[step]) for step in range(first, first + 4)] == dealt
-
-
-@pytest.mark.slow
-def test_a_reference_model_and_gradient_checkpointing_are_trl_s_business(tokenizer: Any, tmp_path: Path) -> None:
-    args = config(tmp_path, beta=0.1, gradient_checkpointing=True, loss_type="dr_grpo", mask_truncated_completions=True)
-    trainer, _ = trained(tmp_path, tokenizer, "on-policy", args=args)
-    assert all("kl" in entry for entry in trainer.state.log_history if "loss" in entry)
 
 
 @pytest.mark.slow
@@ -756,20 +723,6 @@ def test_a_resumed_run_records_what_was_changed(tokenizer: Any, tmp_path: Path) 
     ]
 
 
-@pytest.mark.parametrize(("slots", "engine"), [(0, "embedded"), (2.5, "embedded"), (True, "vllm"), (4, None)])
-def test_slots_that_no_engine_can_have_are_refused(
-    slots: Any, engine: str | None, tokenizer: Any, tmp_path: Path
-) -> None:
-    own = EmbeddedEngine(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
-    with pytest.raises(ConfigurationError, match=f"slots = {slots}: "):
-        trainer_for(tmp_path, tokenizer, slots=slots, engine=engine or own)
-
-
-def test_a_list_of_rows_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"train_dataset = 'list'.*Dataset.from_list"):
-        trainer_for(tmp_path, tokenizer, train_dataset=questions().to_list())
-
-
 def test_a_run_is_not_resumed_with_rows_that_changed(tokenizer: Any, tmp_path: Path) -> None:
     def resume(rows: Dataset) -> None:
         trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), train_dataset=rows)
@@ -812,12 +765,6 @@ def test_prompts_that_are_all_too_long_end_the_run_with_the_reason(tokenizer: An
         trainer_for(tmp_path, tokenizer, schedule=schedule).train()
 
 
-@pytest.mark.parametrize("given", [{"max_rejected_fraction": 50}, {"reuse_kv_cache": True}])  # without vLLM
-def test_an_argument_that_cannot_be_honored_is_refused(given: Any, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="{} = {}".format(*next(iter(given.items())))):
-        trainer_for(tmp_path, tokenizer, **given)
-
-
 def refuse(spec: EngineSpec) -> Any:
     raise RuntimeError(f"asked for seed {spec.seed}")
 
@@ -826,64 +773,6 @@ def test_an_engine_with_noise_of_its_own_gets_the_seed_of_the_run(tokenizer: Any
     trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, seed=7), engine=f"{__name__}:refuse")
     with pytest.raises(ConfigurationError, match="asked for seed 7"):
         trainer.train()
-
-
-# Several processes
-
-TWO_PROCESSES = """
-import json
-from pathlib import Path
-
-import torch
-from transformers import AutoTokenizer
-
-from small_trl_runs import Recorder, config, trainer_for, weights_of
-from sortedrl.models import BUILT_IN_MODEL
-
-torch.set_num_threads(1)
-folder = Path({folder!r})
-args = config(folder, max_steps={steps}, ddp_backend="gloo", save_strategy="steps", save_steps=2)
-recorder = Recorder()
-tokenizer = AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
-trainer = trainer_for(folder, tokenizer, args=args, schedule={mode!r}, reward_funcs=recorder)
-trainer.train(resume_from_checkpoint={resume!r})
-checksum = sum(float(value.double().abs().sum()) for value in weights_of(trainer).values())
-told = {{"checksum": checksum, "processes": trainer.accelerator.num_processes, "numbers": recorder.numbers}}
-(folder / f"told-{{trainer.accelerator.process_index}}.json").write_text(json.dumps(told))
-"""
-
-
-def run_two_processes(folder: Path, mode: str, steps: int, resume: str | None = None) -> list[dict[str, Any]]:
-    script = folder / "script.py"
-    script.write_text(TWO_PROCESSES.format(folder=str(folder), mode=mode, steps=steps, resume=resume))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
-    done = subprocess.run(
-        [*launch, "--standalone", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["partial+elevator", "on-policy"])
-def test_two_processes_schedule_their_own_prompts_and_share_the_gradient(mode: str, tmp_path: Path) -> None:
-    first, second = run_two_processes(tmp_path, mode, steps=4)
-    assert first["processes"] == 2
-    assert first["checksum"] == second["checksum"]
-    assert {n % 2 for call in first["numbers"] for n in call} == {0}
-    assert {n % 2 for call in second["numbers"] for n in call} == {1}
-    logs = [without_rolled_back(read_events(tmp_path / name)) for name in ("events.jsonl", "events-1.jsonl")]
-    for log in logs:
-        run_metrics = Metrics().fold(log).run_metrics()
-        assert run_metrics.updates == 4 and run_metrics.trained >= 32
-    whole = first["checksum"]
-    resumed, _ = run_two_processes(tmp_path, mode, steps=4, resume=str(tmp_path / "checkpoint-2"))
-    assert resumed["checksum"] == pytest.approx(whole, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -898,26 +787,3 @@ def test_vllm_generates_under_the_trainer_s_weights(reuse: bool, tokenizer: Any,
     assert max(entry["sortedrl/mismatch"] for entry in history) < (1e-1 if reuse else 1e-4), "stale KV differs"
     assert history[-1]["sortedrl/staleness_max"] > 0
     assert trainer._engine.ready().kv_cache_reuse.survives_update_to(99) == reuse
-
-
-TRAINERS: dict[str, Callable[..., Any]] = {"plain": GRPOTrainer, "sorted": SortedGRPOTrainer}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINERS)
-def test_both_trainers_learn_the_same_easy_thing(name: str, tokenizer: Any, tmp_path: Path) -> None:
-    """The same script, one class changed: reward for brevity, and both become brief."""
-
-    def brief(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return [-float(len(ids)) for ids in completion_ids]
-
-    args = config(
-        tmp_path, max_steps=30, per_device_train_batch_size=32, gradient_accumulation_steps=1, num_generations=8,
-        max_completion_length=64, gradient_checkpointing=False,
-    )  # fmt: skip
-    trainer = trainer_for(
-        tmp_path, tokenizer, TRAINERS[name], args=args, reward_funcs=brief, train_dataset=questions(96)
-    )
-    trainer.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 1
