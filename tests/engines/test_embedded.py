@@ -24,7 +24,7 @@ from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.embedded.engine import rows_by_length
-from sortedrl.engines.embedded.model import GeneralForward, LlamaForward, UnsupportedModel
+from sortedrl.engines.embedded.model import GeneralForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, _mixed, seed_key
 from sortedrl.engines.registry import make_engine
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
@@ -107,19 +107,6 @@ def test_log_probabilities_are_those_of_a_plain_forward(family: str, changes: di
     for id, asked in ledger.submitted.items():
         expected = reference_logprobs(model, asked, ledger.tokens(id))
         assert ledger.logprobs(id) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
-def test_the_written_out_forward_is_the_models_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(family, num_key_value_heads=1)
-    requests = random_requests(8, seed=2)
-    written_out = engine_of(model)
-    assert isinstance(written_out._decoder._forward, LlamaForward)
-    monkeypatch.setattr(embedded_decoder, "forward_for", GeneralForward)
-    ours, theirs = completed(written_out, requests), completed(engine_of(model), requests)
-    for id in ours.finished:
-        assert ours.tokens(id) == theirs.tokens(id)
-        assert ours.logprobs(id) == pytest.approx(theirs.logprobs(id), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -246,15 +233,6 @@ def test_attention_of_the_gpu_path_is_that_of_the_cpu_path(queries: int) -> None
         ours = embedded_model._attend(query, key, value, mask.expand(3, -1, -1, -1), 0.5)
     fused = embedded_model._fused_attention(query, key, value, None if queries > 1 else mask, 0.5)
     assert torch.allclose(ours, fused, atol=1e-5)
-
-
-def test_the_seed_decides() -> None:
-    model = model_of("Llama")
-    prompt = [3, 1, 4]
-    ledger = completed(engine_of(model), [request(id, prompt, 30, seed=id // 2) for id in range(6)])
-    responses = [tuple(ledger.tokens(id)) for id in range(6)]
-    assert responses[0::2] == responses[1::2]
-    assert len(set(responses)) == 3
 
 
 @given(
@@ -471,12 +449,6 @@ def test_a_token_that_the_model_does_not_have_costs_its_request_only() -> None:
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         engine_of(model_of("Llama")).submit([request(0, [1], 5, stop_strings=("x",))])
-
-
-def test_the_registry_keeps_the_name_of_a_wrong_setting() -> None:
-    spec = EngineSpec(model="m", slots=0, max_length=64, module=model_of("Llama"))
-    with pytest.raises(ConfigurationError, match=r"^slots = 0: must be at least 1"):
-        make_engine("embedded", spec)
 
 
 def test_bad_sizes_are_refused() -> None:

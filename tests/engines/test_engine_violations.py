@@ -31,7 +31,7 @@ from sortedrl.core.engine import (
     Tokens,
 )
 from sortedrl.core.errors import UserError
-from sortedrl.core.rollout import Segment
+from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.generate import generate
 from sortedrl.engines.pool import Pool
@@ -166,17 +166,31 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_may_come_in_any_kind_of_sequence(kind: str) -> None:
-    """A checkpoint is JSON: a run must not find out at its first checkpoint that it cannot be written."""
-    schedule = Schedule(mode="partial", rollouts_per_update=3, prompts_per_cohort=9, max_response_tokens=MOST)
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(9)])
-    controller = Controller(OfArrays(KINDS[kind]), prompts, ScoreAtOnce(len), schedule)
-    trained = []
+def trained_by(
+    engine: Engine, rollouts: int, per_update: int, mode: str = "partial", **changes: Any
+) -> tuple[list[Rollout], list[Any], Controller]:
+    """All rollouts that a run trains on, its events, and its controller."""
+    log: list[Any] = []
+    sizes = {"rollouts_per_update": per_update, "prompts_per_cohort": rollouts, "max_response_tokens": MOST}
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(rollouts)])
+    schedule = Schedule(**{"mode": mode} | sizes | changes)
+    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
+    trained: list[Rollout] = []
     for batch in controller:
         trained += batch
         controller.publish()
-        json.dumps(controller.state())
+        json.dumps(controller.state())  # a checkpoint can be written at any time
+    return trained, log, controller
+
+
+def failures_in(log: list[Any]) -> list[str]:
+    return [event.reason for event in log if isinstance(event, events.Failed)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_may_come_in_any_kind_of_sequence(kind: str) -> None:
+    """A checkpoint is JSON: a run must not find out at its first checkpoint that it cannot be written."""
+    trained, _, _ = trained_by(OfArrays(KINDS[kind]), 9, per_update=3)
     assert len(trained) == 9
     for rollout in trained:
         assert {type(token) for token in rollout.tokens} == {int}
@@ -187,19 +201,12 @@ def test_tokens_may_come_in_any_kind_of_sequence(kind: str) -> None:
 @pytest.mark.parametrize("name", VIOLATIONS)
 def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode: str) -> None:
     extra, reason = VIOLATIONS[name]
-    log: list[Any] = []
-    schedule = Schedule(mode=mode, rollouts_per_update=4, prompts_per_cohort=12, max_response_tokens=MOST)
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
-    controller = Controller(Unruly(extra, 2), prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
-    trained = []
-    for batch in controller:
-        trained += batch
-        controller.publish()
+    trained, log, controller = trained_by(Unruly(extra, 2), 12, per_update=4, mode=mode)
     assert sorted(rollout.id for rollout in trained) == list(range(12))
     for rollout in trained:
         assert rollout.tokens == list(range(len(rollout))) and len(rollout) <= MOST
         assert rollout.logprobs == [-position - 1 for position in rollout.tokens]
-    failed = [event.reason for event in log if isinstance(event, events.Failed)]
+    failed = failures_in(log)
     assert len(failed) == (0 if reason is None else 2) and all(reason in text for text in failed if reason)
     assert controller.ignored_changes == (2 if reason is None else 0)
 
@@ -239,22 +246,10 @@ class RunsAhead(PacedEngine):
 
 def test_tokens_of_published_weights_that_the_engine_does_not_have_yet_cost_their_rollout() -> None:
     """With overlap, the learner's version counts up before the engine is aborted and gets the weights."""
-    log: list[Any] = []
-    schedule = Schedule(
-        mode="partial",
-        rollouts_per_update=4,
-        prompts_per_cohort=12,
-        max_response_tokens=40,
-        overlap=True,
-        max_retries=99,
-    )
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
     engine = RunsAhead(slots=4, length_of=lambda request: 2 + request.id)
-    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
-    for _ in controller:
-        controller.publish()
-    failed = [event.reason for event in log if isinstance(event, events.Failed)]
-    assert "the engine reported tokens of version 1, and the last update_weights was to version 0" in failed
+    _, log, _ = trained_by(engine, 12, per_update=4, max_response_tokens=40, overlap=True, max_retries=99)
+    said = "the engine reported tokens of version 1, and the last update_weights was to version 0"
+    assert said in failures_in(log)
 
 
 class ReturnsSomethingElse(PacedEngine):
@@ -290,11 +285,7 @@ NO_CHANGES: dict[str, tuple[Callable[[list[Change]], Any], str]] = {
 
 
 def train_with(engine: Engine) -> None:
-    schedule = Schedule(mode="partial", rollouts_per_update=3, prompts_per_cohort=9, max_response_tokens=MOST)
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(9)])
-    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule)
-    for _ in controller:
-        controller.publish()
+    trained_by(engine, 9, per_update=3)
 
 
 def evaluate_with(engine: Engine) -> None:
@@ -340,19 +331,11 @@ class ReportsWithAborts(Unruly):
 
 
 def test_what_an_abort_reports_of_other_requests_counts() -> None:
-    log: list[Any] = []
     extra = after(RequestStarted, lambda change: tokens(change, [0.5]))  # not a log-probability
-    schedule = Schedule(mode="partial", rollouts_per_update=4, prompts_per_cohort=12, max_response_tokens=MOST)
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(12)])
-    engine = ReportsWithAborts(extra, 2)
-    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
-    trained = []
-    for batch in controller:
-        trained += batch
-        controller.publish()
+    trained, log, _ = trained_by(ReportsWithAborts(extra, 2), 12, per_update=4)
     assert sorted(rollout.id for rollout in trained) == list(range(12))
     assert all(rollout.tokens == list(range(len(rollout))) for rollout in trained)
-    assert sum(isinstance(event, events.Failed) for event in log) == 2
+    assert len(failures_in(log)) == 2
 
 
 class FailsAtTheEnd(PacedEngine):
@@ -373,15 +356,8 @@ class FailsAtTheEnd(PacedEngine):
 
 def test_a_response_that_fails_at_its_token_limit_is_regenerated() -> None:
     """It has no room for another token, so it cannot be resumed."""
-    log: list[Any] = []
     engine = FailsAtTheEnd()
-    schedule = Schedule(mode="partial", rollouts_per_update=1, prompts_per_cohort=2, max_response_tokens=MOST)
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(2)])
-    controller = Controller(engine, prompts, ScoreAtOnce(len), schedule, log=EventLog(log.append))
-    trained = []
-    for batch in controller:
-        trained += batch
-        controller.publish()
+    trained, log, _ = trained_by(engine, 2, per_update=1)
     assert [(event.dropped, event.reason) for event in log if isinstance(event, events.Failed)] == [(MOST, "lost")]
     assert sorted(rollout.attempt for rollout in trained) == [0, 1]
     assert all(request.max_new_tokens == MOST for request in engine.submitted)

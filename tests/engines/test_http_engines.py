@@ -30,10 +30,9 @@ from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines import settings as engine_settings
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.pool import Pool
 from sortedrl.engines.registry import make_engine
 from sortedrl.engines.servers import base as server_base
-from sortedrl.engines.servers import connection, weight_files
+from sortedrl.engines.servers import weight_files
 from sortedrl.engines.servers.base import HttpEngine, ServerPool
 from sortedrl.engines.servers.messages import reason_of
 from sortedrl.engines.servers.sglang import SglangEngine
@@ -137,14 +136,6 @@ def test_a_resumed_request_draws_from_a_seed_of_its_own() -> None:
     seeds = [body["sampling_params"]["sampling_seed"] for body in server.bodies]
     assert seeds[0] != seeds[1]
     assert server.bodies[1]["input_ids"] == [*first.prompt.tokens, *ledger.tokens(0)]
-
-
-def test_a_rejected_request_fails_with_the_servers_reason() -> None:
-    ledger = Ledger(engine_at(stand_in(max_length=30)))
-    ledger.submit([Request(0, Prompt("long", [3] * 31), (), 4, 0), endless(1, 4)])
-    ledger.run()
-    assert list(ledger.finished) == [1]
-    assert "longer than the limit of 30 tokens" in ledger.failed[0]
 
 
 def test_top_p_is_refused() -> None:
@@ -290,11 +281,6 @@ def test_the_end_of_the_thread_is_the_end_of_its_engines_but_not_of_later_ones()
     later.close()
 
 
-def test_a_server_that_is_not_there_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"url = 'http://127.0.0.1:9': no server answers there"):
-        SglangEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[])
-
-
 def test_a_server_of_another_kind_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match=r"not vLLM, or it runs without .*VLLM_SERVER_DEV_MODE=1 vllm serve"):
         VllmServerEngine(stand_in().url, slots=4, eos_token_ids=[])
@@ -327,50 +313,6 @@ def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
             call()
 
 
-def test_in_a_pool_the_others_go_on_with_a_killed_servers_requests() -> None:
-    servers = [stand_in(step_seconds=0.002) for _ in range(2)]
-    pool = Pool([engine_at(server, slots=2) for server in servers])
-    ledger = Ledger(pool)
-    ledger.submit([endless(id, 60) for id in range(6)])
-    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
-        ledger.apply(pool.poll())
-    servers[0].kill()
-    ledger.run()
-    pool.close()
-    assert sorted(ledger.finished) == list(range(6)) and not ledger.failed
-    assert all(len(ledger.tokens(id)) == 60 for id in range(6))
-    resumed = [body for body in servers[1].bodies if len(body["input_ids"]) > 6]
-    assert len(resumed) == 2, "behind the tokens that had come"
-
-
-def test_a_server_that_is_ill_is_dead() -> None:
-    """It answers, and says that it cannot generate: its streams broke off."""
-    server = stand_in(step_seconds=0.005)
-    ledger = Ledger(engine_at(server))
-    ledger.submit([endless(0, 200)])
-    while not ledger.tokens(0):
-        ledger.apply(ledger.engine.poll())
-    server.is_ill = True
-    server.drop_connections()
-    with pytest.raises(EngineDied):
-        while True:
-            ledger.apply(ledger.engine.poll())
-
-
-def test_a_server_that_hangs_is_dead_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.05)
-    server = stand_in(step_seconds=0.005)
-    ledger = Ledger(engine_at(server))
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.3)
-    ledger.submit([endless(0, 200)])
-    while not ledger.tokens(0):
-        ledger.apply(ledger.engine.poll())
-    server.hangs = True
-    with pytest.raises(EngineDied, match="no longer responds"):
-        while True:
-            ledger.apply(ledger.engine.poll())
-
-
 def test_a_response_continues_where_its_connection_broke() -> None:
     server = stand_in(step_seconds=0.005)
     ledger = Ledger(engine_at(server, slots=1))
@@ -396,26 +338,6 @@ def test_a_request_that_is_aborted_before_its_stream_starts_frees_its_slot() -> 
     ledger.submit([endless(1, 4)])
     ledger.run()
     assert list(ledger.finished) == [1]
-
-
-def test_an_answer_in_another_format_fails_the_request_and_says_so() -> None:
-    server = stand_in()
-    server.speaks_another_format = True
-    ledger = Ledger(engine_at(server))
-    ledger.submit([endless(0, 5)])
-    ledger.run()
-    assert "an event has no meta_info" in ledger.failed[0]
-
-
-def test_weights_that_the_server_does_not_take_end_the_engine() -> None:
-    server = stand_in()
-    server.refuses_weights = True
-    engine = engine_at(server)
-    with pytest.raises(EngineDied, match=r"version 2 did not complete \(CUDA out of memory\)"):
-        engine.update_weights(llama().state_dict(), 2)
-    assert server.calls == ["pause", "update 2"], "it stays paused"
-    with pytest.raises(EngineDied):
-        engine.submit([endless(0, 3)])
 
 
 def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path) -> None:

@@ -81,10 +81,6 @@ class ForgetsTheVersion(Simulated):
         return changes
 
 
-def test_the_simulated_engine_keeps_all_rules() -> None:
-    check_engine(lambda spec: Simulated(spec.slots), deterministic=True)
-
-
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [

@@ -77,10 +77,6 @@ class TestPoolWhoseMembersClocksDiffer(PoolContract):
 # Routing
 
 
-def test_slots_are_the_sum() -> None:
-    assert pool_of(paced(3, 5, 1)).slots == 9
-
-
 def test_requests_go_where_the_load_is_lowest() -> None:
     members = paced(2, 4, 8)
     ledger = Ledger(pool_of(members))
@@ -148,18 +144,6 @@ def test_a_freed_slot_is_refilled_without_the_caller() -> None:
     ledger = Ledger(pool, submitted={r.id: r for r in requests(2, 2, 2, 2)}, segments={i: [] for i in range(4)})
     ledger.run()
     assert list(ledger.finished) == [0, 1, 2, 3]
-
-
-def test_a_request_twice_is_refused() -> None:
-    pool = pool_of(paced(1))
-    pool.submit(requests(50))
-    with pytest.raises(ValueError, match="request 0 is already in the engine"):
-        pool.submit(requests(50))
-
-
-def test_an_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Pool([])
 
 
 # Losses
@@ -413,13 +397,6 @@ def test_sleep_while_requests_run_is_refused(sleep: str) -> None:
     with pytest.raises(RuntimeError, match="sleep with 1 request in the engine: abort all first"):
         getattr(pool, sleep)()
     assert not member.slept
-
-
-def test_load_while_requests_run_is_refused() -> None:
-    pool = pool_of(paced(1))
-    pool.submit(requests(500))
-    with pytest.raises(RuntimeError, match="weight update to version 3 with 1 request in the engine"):
-        pool.update_weights(None, 3)
 
 
 def test_a_member_that_cannot_load_is_lost() -> None:

@@ -122,14 +122,6 @@ def test_an_aborted_prefill_leaves_nothing_behind() -> None:
     assert ends(to_end(one)) == pytest.approx({2: 5.0 + 3.4})
 
 
-def test_a_weight_update_needs_an_engine_without_prefills() -> None:
-    one = engine()
-    one.submit([request(0, 5, prompt=25)])
-    one.poll(until=5.0)
-    with pytest.raises(RuntimeError, match="abort them first"):
-        one.update_weights(None, 1)
-
-
 def test_the_tokens_per_step_must_be_given() -> None:
     with pytest.raises(ValueError, match="prefill_tokens_per_step"):
         engine(step_time=StepTime(((0, 1.0), (8, 1.0)), per_prefill_step=1.0))

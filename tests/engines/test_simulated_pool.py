@@ -11,7 +11,7 @@ import pytest
 
 from random_runs import case_of, play
 from schedule_rules import check_outcome
-from sortedrl.core import Event, Prompt, Request, Schedule, events
+from sortedrl.core import Event, Prompt, Request, Schedule
 from sortedrl.core.engine import Change, Engine, EngineDied, RequestFinished, RequestPreempted, RequestStarted, Tokens
 from sortedrl.engines.routing import even_split, route
 from sortedrl.engines.simulated import SimulatedEngine
@@ -182,19 +182,6 @@ def test_eight_engines_are_eight_times_one(mode: str) -> None:
     assert eight.staleness_mean == pytest.approx(fmean(one.staleness_mean for one, _ in ones), rel=0.05)
     assert limit_of_eight == pytest.approx(8 * fmean(limit for _, limit in ones), rel=0.03)
     assert eight.goodput < limit_of_eight and all(one.goodput < limit for one, limit in ones)
-
-
-@pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial+elevator"])
-def test_no_token_of_a_cluster_is_lost(mode: str) -> None:
-    """Every generated token is trained on, dropped or cached, and every loaded rollout is trained on once."""
-    log: list[Event] = []
-    found, limit_of_all = cluster(ENGINES, mode, log.append)
-    assert found.generated_tokens == found.trained_tokens + found.dropped_tokens + found.cached_tokens
-    trained = [id for event in log if isinstance(event, events.Updated) for id in event.rollouts]
-    assert len(trained) == len(set(trained)) == found.loaded == found.trained
-    assert found.goodput < limit_of_all
-    times = [event.at for event in log]
-    assert times == sorted(times)
 
 
 def test_an_event_of_eight_engines_costs_at_most_one_and_a_half_times_that_of_one() -> None:

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,10 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
-from sortedrl.core.engine import Change, Engine, EngineBase, EngineInfo
-from sortedrl.core.engine_checks import NoChanges
-from sortedrl.engines.pool import Pool
+from sortedrl.core.engine import Engine, EngineBase, EngineInfo
 from sortedrl.integrations.ray import RayEngine, RayPool
 from sortedrl.observe.metrics import Metrics
-from sortedrl.testing.engine_contract import EngineContract, Ledger
+from sortedrl.testing.engine_contract import EngineContract
 
 pytestmark = pytest.mark.slow
 ENGINES, SLOTS = 4, 4
@@ -135,24 +132,6 @@ class BusyWhile(PacedEngine, EngineBase):
         self._file.with_suffix(".deep").touch()
 
 
-class Silent(PacedEngine):
-    """Its `poll` and `abort` return None."""
-
-    def poll(self, until: float | None = None) -> list[Change]:
-        return None  # type: ignore[return-value]
-
-    abort = poll  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("method", ["poll", "abort"])
-def test_an_engine_in_an_actor_that_returns_no_changes_is_named(one_node: None, method: str) -> None:
-    engine = RayEngine(lambda: Silent(slots=2), num_cpus=1)
-    engine.submit([Request(0, Prompt("p", [1]), (), 5, 0)])
-    with pytest.raises(NoChanges, match=rf"Silent\.{method} returned None: it must return a list of changes"):
-        engine.poll() if method == "poll" else engine.abort([0])
-    engine.close()
-
-
 def eventually(holds: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 60.0
     while not holds() and time.monotonic() < deadline:
@@ -177,26 +156,6 @@ def test_what_an_engine_offers_beyond_the_protocol_is_passed_on(one_node: None, 
     engine.sleep_until_update()
     assert (tmp_path / "busy.deep").exists()
     engine.close()
-
-
-def test_a_pool_leaves_an_unavailable_actor_alone_until_it_is_back(one_node: None, tmp_path: Path) -> None:
-    busy, never = tmp_path / "busy", tmp_path / "never"
-    first, second = (RayEngine(partial(BusyWhile, file), num_cpus=1) for file in (busy, never))
-    busy.touch()
-    first.poll(first.now())
-    sent: list[Request] = []
-    submit = first.submit
-    first.submit = lambda requests: (sent.extend(requests), submit(requests))  # type: ignore[assignment, return-value]
-    ledger = Ledger(Pool([first, second]))
-    ledger.submit([Request(i, Prompt("p", [1]), (), 40, i) for i in range(6)])
-    ledger.run()
-    assert sent == []
-    busy.unlink()
-    assert eventually(lambda: first.is_available)
-    ledger.submit([Request(i, Prompt("p", [1]), (), 40, i) for i in range(6, 12)])
-    ledger.run()
-    assert sent, "it gets its part again"
-    ledger.engine.close()  # type: ignore[attr-defined]
 
 
 def _no_engine() -> Engine:
@@ -271,16 +230,6 @@ def test_an_engine_that_does_not_fit_the_pool_leaves_no_actor_behind(one_node: N
     wait_until_they_end([pid for pid in started_in(tmp_path) if pid != first])
     assert error.tb, "held until here"
     pool.close()
-
-
-def test_a_killed_actor_is_a_dead_engine(one_node: None) -> None:
-    ledger = Ledger(RayEngine(make_engine, num_cpus=1))
-    ledger.submit([Request(0, Prompt("p", [1]), (), 500, 0)])
-    ledger.apply(ledger.engine.poll())
-    ledger.engine.close()  # type: ignore[attr-defined]
-    with pytest.raises(EngineDied, match="the engine's actor is lost"):
-        while True:
-            ledger.apply(ledger.engine.poll())
 
 
 def test_a_node_is_lost_in_mid_run_and_no_rollout_is(cluster: Cluster, nodes: list[Any]) -> None:

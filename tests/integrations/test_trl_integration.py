@@ -440,28 +440,6 @@ def test_an_engine_that_loses_every_rollout_ends_the_run_with_the_reason(tokeniz
     assert sum(isinstance(event, Rejected) for event in events_in(tmp_path)) == 8
 
 
-def test_conversations_several_rewards_weights_and_missing_ones_work_as_in_trl(tokenizer: Any, tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def missing_for_odd(prompts: Any, completions: Any, number: list[int], **columns: Any) -> list[float | None]:
-        asked.append((prompts[0], completions[0]))
-        return [None if n % 2 else float(len(c[0]["content"])) for n, c in zip(number, completions, strict=True)]
-
-    async def later(completions: Any, trainer_state: Any, **columns: Any) -> list[float]:
-        return [float(i % 3) for i in range(len(completions))]
-
-    chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "number": row["number"]} for row in questions()]
-    args = config(tmp_path, reward_weights=[1.0, 10.0], log_completions=False)
-    trainer = trainer_for(
-        tmp_path, tokenizer, args=args, reward_funcs=[missing_for_odd, later], train_dataset=Dataset.from_list(chats)
-    )
-    trainer.train()
-    prompt, completion = asked[0]
-    assert prompt[0]["role"] == "user" and completion[0]["role"] == "assistant"
-    assert all(event.rewards for event in updates_in(tmp_path))
-    assert max(reward for event in updates_in(tmp_path) for reward in event.rewards) >= 20
-
-
 @pytest.mark.slow
 def test_an_infinite_reward_leaves_a_log_that_can_be_read(tokenizer: Any, tmp_path: Path) -> None:
     """TRL goes on: its group has no advantages. JSON has no infinity, and as a mean it would say nothing."""

@@ -119,12 +119,6 @@ def test_on_policy_every_treatment_is_the_plain_policy_gradient(
     assert torch.allclose(gradient, -advantages * mask, atol=1e-6)
 
 
-def test_decoupled_is_plain_when_the_proximal_policy_is_the_behaviour() -> None:
-    new, behavior, _, advantages, mask = random_policies()
-    plain = loss_of("ppo_clip", "token", new, behavior, behavior, advantages, mask).loss_bt
-    assert torch.equal(loss_of("decoupled", "token", new, behavior, behavior, advantages, mask).loss_bt, plain)
-
-
 def test_an_absurd_ratio_stays_finite() -> None:
     new = torch.tensor([[-1.0, -1.0]], requires_grad=True)
     behavior, advantages, mask = torch.tensor([[-500.0, -500.0]]), torch.tensor([[0.0, 1.0]]), torch.ones(1, 2).bool()

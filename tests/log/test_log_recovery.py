@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scenarios import Run, scenario
-from sortedrl.core.events import Event, Lost, RolledBack, RunBegan
+from sortedrl.core.events import Event, RolledBack, RunBegan
 from sortedrl.log.file import EventFile
 from sortedrl.log.lines import written
 from sortedrl.log.reading import read_events, read_intact
@@ -116,17 +116,6 @@ def test_whatever_the_damage_a_run_can_go_on(
         assert intact[-1]._replace(at=0.0) == tail[-1]._replace(at=0.0) and intact[-1].at <= tail[-1].at
     again = recover(path, mark, FIRST)
     assert list(map(type, again.events)) == list(map(type, found.events)) and again.lost == 0
-
-
-def test_a_garbled_line_costs_one_event(whole: tuple[list[Event], list[CheckpointMark]], tmp_path: Path) -> None:
-    log, marks = whole
-    lines = written(log).splitlines(keepends=True)
-    lines[20] = "\x00\n"
-    path = tmp_path / "events.jsonl"
-    path.write_text("".join(lines))
-    found = recover(path, marks[-1], FIRST)
-    assert found.lost == 1
-    assert found.events == [*log[:20], Lost(log[19].at), *log[21:]][: marks[-1].events]
 
 
 @pytest.mark.parametrize("swallowed", [0, 1, 10])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -18,8 +17,6 @@ transformers = pytest.importorskip("transformers")
 import warm_start_pretrained as script  # noqa: E402
 
 from small_models import VOCABULARY, model_of  # noqa: E402
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def random_batch() -> tuple[Any, Any]:
@@ -64,37 +61,6 @@ def test_the_loss_and_its_gradient_are_those_of_all_logits(family: str) -> None:
     torch.testing.assert_close(loss, expected)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_only_positions_with_a_target_get_logits() -> None:
-    model = model_of("Llama")
-    loss_of = script.Loss(model)
-    inputs, targets = random_batch()
-    rows = 0
-
-    def count(_: Any, arguments: tuple[Any, ...], __: Any) -> None:
-        nonlocal rows
-        rows += arguments[0].numel() // arguments[0].shape[-1]
-
-    model.get_output_embeddings().register_forward_hook(count)
-    loss_of(inputs, targets)
-    assert 0 < rows <= int((targets != -100).sum()) + 1 < inputs.numel() // 2
-
-
-@pytest.mark.parametrize("variable", [None, *ALLOCATOR_VARIABLES])
-def test_segments_of_gpu_memory_can_grow_unless_the_user_has_set_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None
-) -> None:
-    for name in ALLOCATOR_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "max_split_size_mb:64")
-    script.let_segments_grow()
-    found = {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    assert found == (
-        {variable: "max_split_size_mb:64"} if variable else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    )
 
 
 def test_it_trains_a_model_from_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -43,10 +43,6 @@ class SglangStandIn:
         self.max_length = max_length
         self.step_seconds = step_seconds
         self.api_key = api_key
-        self.refuses_weights = False
-        self.is_ill = False
-        self.hangs = False
-        self.speaks_another_format = False
         self.calls_ends_aborts = False  # as SGLang does when the abort comes in the step of the last token
         self.started = time.time()
         self.weight_version = "default"
@@ -98,7 +94,6 @@ class SglangStandIn:
         self.model, self.started, self.weight_version = model, time.time(), "default"
 
     def close(self) -> None:
-        self.hangs = False
         self.kill()
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -124,8 +119,7 @@ class SglangStandIn:
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
-        await self._hang()
-        return web.Response(status=503 if self.is_ill else 200)
+        return web.Response()
 
     async def _server_info(self, request: web.Request) -> web.Response:
         info = {"max_req_input_len": self.max_length, "version": "0.5.23", "startup_time": {"e2e": self.started}}
@@ -134,12 +128,7 @@ class SglangStandIn:
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.weight_version})
 
-    async def _hang(self) -> None:
-        while self.hangs:
-            await asyncio.sleep(0.01)
-
     async def _loads(self, request: web.Request) -> web.Response:
-        await self._hang()
         load = {
             "dp_rank": 0,
             "num_running_reqs": self._running,
@@ -171,19 +160,14 @@ class SglangStandIn:
         body = await request.json()
         assert body["flush_cache"] is True and self._is_paused
         self.calls.append(f"update {body['weight_version'].rpartition('-')[2]}")
-        answer = {"success": not self.refuses_weights, "message": "CUDA out of memory", "num_paused_requests": 0}
-        if self.refuses_weights:
-            return web.json_response(answer, status=400)
         weights = load_file(Path(body["model_path"]) / "model.safetensors")
         self.model.load_state_dict(weights, strict=False)
         self.weight_version = body["weight_version"]
-        return web.json_response(answer)
+        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        if self.is_ill:
-            return web.Response(status=503)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         if len(body["input_ids"]) > self.max_length:
@@ -212,7 +196,6 @@ class SglangStandIn:
         reason: dict[str, Any] | None = None
         while reason is None:
             await asyncio.sleep(self.step_seconds)
-            await self._hang()
             if self._is_aborted(body["rid"]):
                 reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
                 fresh: list[tuple[float, int, None]] = []
@@ -238,7 +221,7 @@ class SglangStandIn:
                 "output_token_logprobs": shown,
             }
             event = {"text": "", "output_ids": [t for _, t, _ in shown], "meta_info": about}
-            await _send(response, {"tokens": shown} if self.speaks_another_format else event)
+            await _send(response, event)
 
     def _is_aborted(self, name: str) -> bool:
         return any(name.startswith(prefix) for prefix in self._aborted)

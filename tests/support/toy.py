@@ -122,17 +122,6 @@ def _wait_for_signal(announce: Path) -> None:
             signal.set_wakeup_fd(before)
 
 
-class CountsInFile(SayA):
-    """As many problems to train on and held out as its file has."""
-
-    def __init__(self, data: Path) -> None:
-        problems, self._held_out = map(int, Path(data).read_text().split())
-        super().__init__(problems)
-
-    def held_out(self) -> Sequence[Problem]:
-        return super().held_out()[: self._held_out]
-
-
 class RowsInFile(SayA):
     """One problem per row of its file, `part question answer`: rows keep their ids when they are edited."""
 

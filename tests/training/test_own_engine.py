@@ -80,18 +80,6 @@ def test_a_run_that_cannot_start_closes_its_engine(model: Path, closed: Path, tm
     assert closed.exists()
 
 
-def test_a_resume_that_is_refused_closes_its_engine(model: Path, closed: Path, tmp_path: Path) -> None:
-    data = tmp_path / "problems"
-    words = ["--model", str(model), "--engine", "closing_engine:engine", *TRAIN]
-    data.write_text("8 4")
-    words += ["--task", "toy:CountsInFile", "--data", str(data), "--out", str(tmp_path / "run")]
-    assert main(["train", *words]) == 0
-    closed.unlink()
-    data.write_text("9 4")
-    assert main(["train", "--resume", str(tmp_path / "run"), "--updates", "3"]) == 2
-    assert closed.exists()
-
-
 TALKATIVE = """
 import os
 

@@ -107,6 +107,10 @@ def test_another_order_is_another_reason_than_an_edit() -> None:
     assert reason == "the problems to train on are in another order than when the run started"
     reason = why_other_problems(checkpoint, prompts_of(1, 2, 5), held_out)
     assert reason == "1 of 3 problems to train on changed since the run started, the first is '5'"
+    reason = why_other_problems(checkpoint, prompts_of(1, 2), held_out)
+    assert reason == "the task has 2 problems to train on, but had 3 when the run started"
+    reason = why_other_problems(checkpoint, train, prompts_of(5))
+    assert reason == "the task's held-out problems are not those of the run's first evaluation"
 
 
 def test_numbers_of_numpy_count_by_value() -> None:

@@ -133,20 +133,6 @@ def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: P
     assert "never overwritten" in done.stderr and "--resume" in done.stderr
 
 
-def test_resume_refuses_other_problems(model: Path, tmp_path: Path) -> None:
-    """Their order and the gain over the first evaluation would be wrong."""
-    run, data = tmp_path / "run", tmp_path / "counts.txt"
-    data.write_text("64 8")
-    trained(model, run, "--updates", "1", "--task", "toy:CountsInFile", "--data", str(data))
-    for counts, reason in (("65 8", "65 problems to train on"), ("64 7", "held-out problems")):
-        data.write_text(counts)
-        done = sortedrl("train", "--resume", str(run), "--updates", "2", check=False)
-        assert done.returncode == 2 and reason in done.stderr and "Traceback" not in done.stderr, done.stderr
-    data.write_text("64 8")
-    sortedrl("train", "--resume", str(run), "--updates", "2")
-    assert len(updates_of(run)) == 2
-
-
 def test_resume_refuses_rows_that_were_edited_under_their_ids(model: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", tmp_path / "rows.txt"
     rows = "".join([*(f"train q{i % 40} a\n" for i in range(64)), *(f"held-out q{i} a\n" for i in range(8))])

@@ -118,15 +118,6 @@ def test_a_resumed_run_counts_a_turn_that_any_eos_token_ended(model: Path, tmp_p
     assert scored.reward == pytest.approx(5 / 9), "of the words of both turns"
 
 
-def test_lora_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    run = tmp_path / "run"
-    trained(model, run, "--lora-rank", "2", "--mode", "partial+elevator", "--scoring", "at-once", updates=2)
-    assert any(version == FROM_ENVIRONMENT for e in updates_of(run) for one in e.segments for version, _ in one)
-    assert all(0 <= line["mismatch_kl"] < 1e-3 for line in metrics_of(run, "mismatch_kl"))
-    assert (run / "adapter").is_dir()
-
-
 def test_environments_in_workers_hold_no_slot_and_leave_no_process(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(model, run, "--task-options", "seconds", "0.2", "--mode", "partial+elevator")
@@ -282,15 +273,6 @@ def test_finish_gets_the_limit_that_cut_a_turn_of_an_evaluation(tmp_path: Path, 
     task = CountingTask(str(log))
     evaluated(CutsTurns([5]), task, problems=1, max_response_tokens=16, max_context_tokens=context)
     assert log.read_text().splitlines() == ["h0 reset", f"h0 finish {reason}", "h0 close"]
-
-
-def test_a_limit_of_turns_ends_rollouts_with_the_reward_of_finish(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(model, run, "--max-turns", "2", "--scoring", "at-once", "--mode", "partial")
-    segments = [segments for event in updates_of(run) for segments in event.segments]
-    assert max(sum(version == FROM_ENVIRONMENT for version, _ in one) for one in segments) == 1
-    log = list(read_events(run / "events.jsonl"))
-    assert not [event for event in log if isinstance(event, events.Rejected)]
 
 
 def _is_worker(process: int) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -13,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from verifiers.v1.serve.client import EnvClient
 
 from chat_tokenizer import chat_tokenizer
-from processes import is_running, wait_for_end, wait_until
+from processes import wait_for_end, wait_until
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
-from sortedrl.integrations.verifiers import service
 from sortedrl.integrations.verifiers.task import Served, VerifiersTask
 
 PATIENCE_SECONDS = 400.0  # more than a server may take to start on a busy machine (START_SECONDS)
@@ -247,40 +243,6 @@ def test_the_prompt_is_what_the_harness_sends(tokenizer: Any) -> None:
         assert "turn 1: 1 letters" in game.observed(rollout, "a")
 
 
-def test_a_killed_server_is_replaced(game: Game) -> None:
-    rollout = game.rollout(6)
-    game.observed(rollout, "a")
-    (process,) = game.served.process_ids()
-    os.kill(process, signal.SIGKILL)
-    wait_for_end(process)
-    game.speak(rollout, "b")
-    answer = game.answer(rollout)
-    while answer.error is not None:
-        assert "signal SIGKILL" in answer.error
-        game.environments.cancel(6)
-        answer = game.answer(rollout)
-    assert "turn 2" in game.tokenizer.decode(answer.observation)
-    game.environments.cancel(6)
-    assert process not in game.served.process_ids() and all(map(is_running, game.served.process_ids()))
-
-
-def test_a_server_whose_health_check_raises_is_replaced(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "HEALTH_SECONDS", 0.2)
-    with playing(tokenizer) as game:
-        rollout = game.rollout()
-        game.observed(rollout, "a")
-        (process,) = game.served.process_ids()
-        with monkeypatch.context() as patch:
-            patch.setattr(EnvClient, "health", broken_check)
-            wait_for_end(process, seconds=PATIENCE_SECONDS)  # a check that is under way may take its limit
-        # An ask before the service notices the end gets an error.
-        wait_until(lambda: process not in game.served.process_ids(), PATIENCE_SECONDS)
-        game.speak(rollout, "two")
-        answer = game.answer(rollout)
-        assert answer.error is None and "turn 2: 3" in tokenizer.decode(answer.observation), "replayed in a new server"
-        assert game.served.process_ids() != [process]
-
-
 def test_a_server_ends_with_its_parent_even_if_an_episode_goes_on(tokenizer: Any) -> None:
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
@@ -303,10 +265,6 @@ def play_with_an_episode_that_stays(tokenizer: Any, sender: Connection) -> None:
         (process,) = game.served.process_ids()
         sender.send(process)
         time.sleep(3600)
-
-
-async def broken_check(client: EnvClient, timeout_seconds: float) -> bool:
-    raise OSError("the socket is gone")
 
 
 def test_wrong_options_are_named() -> None:

@@ -4,17 +4,12 @@ balancer and replica control. The rollout server is cpu_backend's; nothing is tr
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import ray
-import transfer_queue
-from cpu_backend import CONTROL_CALLS, EmbeddedServer
+from cpu_backend import CONTROL_CALLS
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl_config import MODEL
 from verl_stack import Row, Stack
 
 from sortedrl.core.engine import EngineDied, Request, RequestFailed, RequestFinished, Tokens
@@ -149,17 +144,6 @@ def test_many_waiting_rollouts_do_not_block_a_weight_sync(stack: Stack) -> None:
     assert {segment.version for segments in ledger.segments.values() for segment in segments} == {1}
 
 
-def test_a_server_with_all_requests_inside_cannot_be_resumed() -> None:
-    """That the test above tests something."""
-    server = ray.remote(EmbeddedServer).options(num_cpus=0, max_concurrency=CONTROL_CALLS).remote(MODEL, 4, 64, 128)
-    ray.get(server.abort_all_requests.remote())
-    parked = [server.generate.remote([1, 2], {"max_tokens": 4}, str(i)) for i in range(CONTROL_CALLS)]
-    with pytest.raises(ray.exceptions.GetTimeoutError):
-        ray.get(server.resume_generation.remote(), timeout=5)
-    assert not ray.wait(parked, timeout=0)[0]
-    ray.kill(server)
-
-
 def test_an_abort_that_is_not_ours_loses_nothing(stack: Stack) -> None:
     engine = stack.engine(SLOTS)
     engine.submit(requests([60, 60]))
@@ -170,31 +154,6 @@ def test_an_abort_that_is_not_ours_loses_nothing(stack: Stack) -> None:
         changes += engine.poll()
     tokens = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in (0, 1)}
     assert all(0 < count <= 60 for count in tokens.values())
-
-
-def stored(keys: list[str]) -> Any:
-    """They are put there while the rollout is already reported as finished."""
-    deadline = time.monotonic() + 30
-    fields = ["responses", "rollout_log_probs"]
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ValueError):  # not there yet, or not whole
-            found = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=fields)
-            if len(found) == len(keys):
-                return found
-        time.sleep(0.05)
-    raise TimeoutError(keys)
-
-
-def test_finished_trajectories_are_in_the_transfer_queue(stack: Stack) -> None:
-    engine = stack.engine(SLOTS)
-    ledger = Ledger(engine)
-    ledger.submit(requests([20, 20]))
-    ledger.run()
-    newest = [f"{id}_{engine.loops[id].dispatch}_0" for id in (0, 1)]
-    data = stored(newest)
-    for place, id in enumerate((0, 1)):
-        assert data["responses"][place].tolist() == ledger.tokens(id)
-        assert data["rollout_log_probs"][place].tolist() == pytest.approx(ledger.logprobs(id), abs=1e-6)
 
 
 def test_a_worker_that_dies_ends_the_engine_with_a_word(stack: Stack) -> None:

@@ -72,13 +72,6 @@ def test_a_call_that_adds_nothing_counts_one_token() -> None:
     assert visit.fault_of([output([1, 2], [3, 4, 5], [1, 1, 1]), output([1, 2], [6], [1])]) is None
 
 
-def test_a_loop_that_ignores_the_limit_is_stopped() -> None:
-    visit, _ = visit_with(([1, 2], [3]))
-    visit.refuse_turn()
-    with pytest.raises(RuntimeError, match="response_length"):
-        visit.refuse_turn()
-
-
 @pytest.mark.parametrize(("first", "second", "length"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9], 1)])
 def test_common_prefix(first: list[int], second: list[int], length: int) -> None:
     assert common_prefix(first, second) == common_prefix(second, first) == length

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from sortedrl.core.engine import Engine, EngineDied, Request, RequestPreempted, Sampling
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
@@ -164,30 +163,6 @@ class TestWeights:
             engine.submit([Request(0, Prompt("p", [3, 4]), (), 4, 0)])
         monkeypatch.undo()
         engine.close()
-
-
-def test_without_the_named_output_layer_a_tied_model_goes_wrong_or_is_mended(tmp_path: Path) -> None:
-    """States what this vLLM does when the output layer of a tied model is not named at a reload."""
-    model = tiny_model(tmp_path, tied=True)
-    engine = engine_of(tmp_path, 4)
-    shake(model, seed=1)
-    weights = [(name, weight) for name, weight in model.named_parameters() if name != "lm_head.weight"]
-    engine._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-    engine._core.reset_prefix_cache()
-    difference = CheckedWeights(engine, logprobs_of(model), PROBES).difference()
-    print(f"tied output layer not named: {difference:.3f} nats per token off")
-    engine.update_weights(weights, 1)
-    assert CheckedWeights(engine, logprobs_of(model), PROBES).difference() < TOLERANCE
-    engine.close()
-
-
-def test_built_in_model_loads_and_agrees_with_transformers() -> None:
-    model = AutoModelForCausalLM.from_pretrained(BUILT_IN_MODEL, dtype=torch.float32)
-    model = model.to("cuda" if ON_GPU else "cpu").eval()
-    engine = engine_of(BUILT_IN_MODEL, 8)
-    probes = [[3 + (i * 5 + j) % 40 for j in range(5 + i)] for i in range(8)]
-    assert CheckedWeights(engine, logprobs_of(model), probes, tokens_per_probe=64).difference() < TOLERANCE
-    engine.close()
 
 
 @pytest.mark.parametrize("reuse_kv_cache", [False, True])

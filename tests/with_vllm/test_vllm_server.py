@@ -153,16 +153,6 @@ class TestServer(ServerTests):
         assert f"longer than the maximum model length of {MAX_LENGTH}" in ledger.failed[0]
         assert all("the server refused it" in reason for reason in ledger.failed.values())
 
-    def test_an_address_without_a_server_is_a_configuration_error(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"url = 'http://127.0.0.1:9': no server answers there"):
-            VllmServerEngine("http://127.0.0.1:9", slots=4, eos_token_ids=[2])
-
-    def test_more_slots_than_the_server_runs_are_refused(self, server: ServerProcess) -> None:
-        with pytest.raises(
-            ConfigurationError, match=r"--max-num-seqs 8, but this engine has 9 slots.*--max-num-seqs 9"
-        ):
-            self.engine_at(server, slots=9)
-
     def test_preemptions_come_from_the_servers_own_count(
         self, doomed: ServerProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
