@@ -277,7 +277,7 @@ class Bench:
             measure(engine, untimed, vocabulary, steps=steps, repeats=1, first_place=2 * FIRST_PLACE_OF_DRAFTS)
             draft_cells = measure(
                 engine, cells, vocabulary, steps=steps, repeats=1, first_place=FIRST_PLACE_OF_DRAFTS,
-                drafter=engine.drafter if name == "drafts" else None,
+                counts=engine.draft_counts,
             )  # fmt: skip
         timed = name in ("plain", "drafts")  # see without_drafts
         self.draft_up_to(engine, name, 0 if timed else engine.slots)

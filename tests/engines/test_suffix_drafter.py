@@ -137,10 +137,11 @@ def test_what_was_drafted_and_accepted_is_in_the_log_once_per_update_and_in_the_
     controller = Controller(engine, prompts, SimulatedScorer(engine), schedule, log=EventLog(metrics))
     LoggedDrafts(engine).mark(controller)
     assert metrics.snapshot().tokens_per_step is None, "an engine without drafts logs nothing"
-    engine.drafter = drafter_of()
+    drafter = drafter_of()
+    engine.draft_counts = drafter.counts
     logged = LoggedDrafts(ForwardingEngine(engine))
     for _ in controller:
-        drafts(engine.drafter, [*PROMPT, 5, 6, 7, 5, 6, 7, 5, 6, 7], sampled=3)
+        drafts(drafter, [*PROMPT, 5, 6, 7, 5, 6, 7, 5, 6, 7], sampled=3)
         logged.mark(controller)
         controller.publish()
     found = metrics.run_metrics()

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
+from multi_token import MultiTokenEngine
 from sortedrl.cli import main
+from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request, RequestFinished
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
+from sortedrl.engines.speculative import DraftCounts
 from sortedrl.engines.step_time import linear
 from sortedrl.studies import profile_file
+from sortedrl.studies.profile import drafts_to_measure, measure
 from sortedrl.studies.profile_file import Cell, Profile
 from sortedrl.studies.workload import Workload, run
 
@@ -118,6 +122,27 @@ def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: An
     assert main(["simulate", "--modes", "baseline", "--cohorts", "1", *flags, "--draft-tokens", "2"]) == 2
     assert "measured with 3" in capsys.readouterr().err
     assert simulated(capsys, *flags)["goodput"] > 0
+
+
+class WithDrafts(MultiTokenEngine):
+    draft_counts = DraftCounts()
+
+    def _pass_steps(self, steps: int) -> None:
+        super()._pass_steps(steps)
+        self.draft_counts.steps = {1: self._step}
+
+
+def test_a_profile_times_steps_with_drafts_not_tokens() -> None:
+    engine = WithDrafts(slots=8, step_time=linear(5.0, 0.0), length_of=lambda request: request.max_new_tokens)
+
+    def measured(method: str) -> tuple[DraftCounts | None, int]:
+        return drafts_to_measure(engine, {"speculative_config": {"method": method, "num_speculative_tokens": 3}})
+
+    counts, tokens = measured("eagle3")
+    [cell] = measure(engine, [(4, 32)], 100, steps=30, repeats=1, counts=counts)
+    assert tokens == 3 and cell.step_seconds == pytest.approx(5.0), "a third of it per token"
+    with pytest.raises(ConfigurationError, match="does not draft in each"):
+        measured("ngram")
 
 
 def test_a_step_with_drafts_reads_each_context_at_least_once() -> None:

@@ -34,6 +34,11 @@ SUFFIX = {
     "model": "sortedrl.engines.suffix_drafter.SuffixDrafter",
     "num_speculative_tokens": 3,
 }
+EAGLE3 = {
+    "method": "eagle3",
+    "model": str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "tiny-eagle3"),
+    "num_speculative_tokens": 3,
+}
 FORETOLD = {"method": "custom_class", "model": f"{__name__}.Foretold", "num_speculative_tokens": 3}
 BROKEN = rejection_sampler.expand_batch_to_tokens
 GREEDY = Sampling(temperature=0.0)
@@ -99,21 +104,18 @@ class TestVllmWithNgram(EngineContract):
     deterministic = False  # noise is drawn for the whole batch, and drafts take of it
     config: ClassVar[dict[str, Any]] = NGRAM
 
-    @pytest.fixture(scope="class")
-    def engines(self) -> Iterator[dict[int, VllmEngine]]:
-        made: dict[int, VllmEngine] = {}
-        yield made
-        for engine in made.values():
-            engine.close()
+    made: ClassVar[dict[int, VllmEngine]] = {}
 
-    @pytest.fixture(autouse=True)
-    def _shared(self, engines: dict[int, VllmEngine]) -> None:
-        self._engines = engines
+    @pytest.fixture(scope="class", autouse=True)
+    def _shared(self) -> Iterator[None]:
+        yield
+        while self.made:
+            self.made.popitem()[1].close()
 
     def make_engine(self, slots: int) -> Engine:
-        if slots not in self._engines:
-            self._engines[slots] = engine_of(BUILT_IN_MODEL, slots, speculative_config=self.config)
-        engine = self._engines[slots]
+        if slots not in self.made:
+            self.made[slots] = engine_of(BUILT_IN_MODEL, slots, speculative_config=self.config)
+        engine = self.made[slots]
         engine.abort(list(engine._name_of))
         return engine
 
@@ -200,6 +202,18 @@ def test_log_probabilities_are_the_policys_own_across_weight_updates(tmp_path: P
         shake(model, seed=version)
         checked.update_weights(dict(model.named_parameters()), version)
         assert checked.last_difference < TOLERANCE
+    engine.close()
+
+
+def test_new_weights_reach_the_policy_beside_a_draft_model(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path, tied=False, vocab_size=512)
+    engine = engine_of(tmp_path, 4, speculative_config=EAGLE3, load_format="dummy")
+    checked = CheckedWeights(engine, logprobs_of(model), PROBES)
+    for version in (1, 2):
+        shake(model, seed=version)
+        checked.update_weights(dict(model.named_parameters()), version)
+        assert checked.last_difference < TOLERANCE
+    assert engine.draft_counts is not None and sum(engine.draft_counts.tokens.values()) >= 32, "steps are counted"
     engine.close()
 
 
@@ -297,11 +311,9 @@ class TestDistribution:
         assert counts.accepted > 2000
         assert least_p_value(found, expected) > 0.001
         assert least_p_value(found, colder) < 1e-6, "the test would notice a temperature of 0.5"
-        some = range(0, RESPONSES, 100)
-        for id in some:
-            assert ledger.logprobs(id) == pytest.approx(
-                logprobs_of(learner)([3, 4, 5, 6], ledger.tokens(id)), abs=TOLERANCE
-            )
+        for id in range(0, RESPONSES, 100):
+            own = logprobs_of(learner)([3, 4, 5, 6], ledger.tokens(id))
+            assert ledger.logprobs(id) == pytest.approx(own, abs=TOLERANCE)
 
 
 def least_p_value(one: np.ndarray, other: np.ndarray) -> float:

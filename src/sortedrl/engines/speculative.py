@@ -80,7 +80,7 @@ def require_exact_checks(device: Any) -> None:
 
 @dataclass
 class DraftCounts:
-    """What drafts have yielded so far."""
+    """What drafts have yielded so far. Drafters that are not ours do not tell how much they have drafted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -150,13 +150,12 @@ def own_drafter(drafter: Any, draft_up_to: int | None) -> Drafter | None:
 
 
 class LoggedDrafts:
-    """Logs what the drafts of an engine have yielded, if its drafter is one of ours; others do not tell."""
+    """Logs what the drafts of vLLM in this process have yielded."""
 
     def __init__(self, engine: Engine) -> None:
         while isinstance(engine, ForwardingEngine):
             engine = engine.inner
-        drafter = getattr(engine, "drafter", None)
-        self._counts = drafter.counts if isinstance(drafter, Drafter) else None
+        self._counts: DraftCounts | None = getattr(engine, "draft_counts", None)
         self._before = (0, 0, 0)
 
     def mark(self, controller: Controller) -> None:

@@ -44,7 +44,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.refusals import refusal, require_empty, require_new
-from sortedrl.engines.speculative import check_speculative_config, own_drafter, require_exact_checks
+from sortedrl.engines.speculative import DraftCounts, check_speculative_config, own_drafter, require_exact_checks
 from sortedrl.engines.stop_strings import StopStrings, StopWatches
 from sortedrl.settings.install_hint import install_hint
 
@@ -149,10 +149,15 @@ class VllmEngine(EngineBase):
         self._scheduler = self._core.engine_core.scheduler
         self._tasks = self._core.get_supported_tasks()
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        self.drafter, device = self._core.collective_rpc(_drafter_and_device)[0]  # without drafts None
+        self.drafter, device = self._core.collective_rpc(_drafter_and_device)[
+            0
+        ]  # None: no drafts, or vLLM's newer runner
         if self.drafter is not None and options.get("load_format") != "dummy":
             require_exact_checks(device)
         self._own_drafter = own_drafter(self.drafter, draft_up_to)
+        self.draft_counts = DraftCounts() if options.get("speculative_config") else None
+        if self._own_drafter is not None:
+            self.draft_counts = self._own_drafter.counts
 
     def now(self) -> float:
         return time.perf_counter()
@@ -278,6 +283,8 @@ class VllmEngine(EngineBase):
         began = self.now()
         with self._in_vllm():  # includes freeing the objects of the last step
             self._outputs = self._core.get_output().outputs
+        if self.draft_counts is not None and self._own_drafter is None:
+            self.draft_counts.add([output.new_token_ids for output in self._outputs])
         ended = self._take(self._outputs)
         self._follow_scheduler(began, {output.request_id for output in ended})
         for output in ended:

@@ -390,7 +390,8 @@ def _drafts_reason(settings: SimulatedSettings, most: int, options: Sequence[Dra
     at = f"at {settings.draft_acceptance:g} tokens per request and step"
     if max(option.gain for option in options) <= 1 + CLOSE:
         return f"Leave speculative_config unset: drafts of {settings.draft_tokens} tokens do not pay {at} ({gains})."
-    return f"Drafts of {settings.draft_tokens} tokens with draft_up_to {most} (exact), {at}: {gains}."
+    limit = f" with draft_up_to {most}" if most < settings.most_slots_per_engine() else ""
+    return f"Drafts of {settings.draft_tokens} tokens{limit} (exact), {at}: {gains}."
 
 
 def _threshold(option: DraftedOption) -> str:

@@ -11,7 +11,7 @@ requests are aborted. This works with any engine, even if it delivers tokens in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
-from sortedrl.engines.speculative import Drafter, RepeatLast
+from sortedrl.engines.speculative import WITHOUT_WEIGHTS, DraftCounts, RepeatLast
 from sortedrl.models import model_named
 from sortedrl.settings.base import Settings
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
@@ -96,13 +96,16 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
 
     wanted = cells_for(engine.slots, settings.max_context_tokens, room, settings.steps)
     measured = partial(measure, steps=settings.steps, repeats=settings.repeats, on_cell=log_cell)
-    drafter = drafter_to_measure(engine)
-    draft_cells: list[Cell] = []
-    if drafter is not None:
-        log(f"with {counted(drafter.tokens, 'drafted token')} per request and step, then without")
-        draft_cells = measured(engine, wanted, vocabulary, first_place=FIRST_PLACE_OF_DRAFTS, drafter=drafter)
+    counts, draft_tokens = drafts_to_measure(engine, settings.resolved_engine_options())
+    drafter, draft_cells = getattr(engine, "drafter", None), list[Cell]()
+    if counts is not None:
+        log(f"with {counted(draft_tokens, 'drafted token')} per request and step")
+        draft_cells = measured(engine, wanted, vocabulary, first_place=FIRST_PLACE_OF_DRAFTS, counts=counts)
+    if isinstance(drafter, RepeatLast):
+        log("without drafts")
         drafter.most_running = 0
-    cells = measured(engine, wanted, vocabulary)
+    always_drafts = counts is not None and not isinstance(drafter, RepeatLast)
+    cells = draft_cells if always_drafts else measured(engine, wanted, vocabulary)
     per_token = prefill_of(cells)
     per_return = _measured_return(engine, settings, vocabulary, room, per_token, log)
     found = Profile(
@@ -117,7 +120,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         machine=machine(),
         prefill_step_seconds=per_return,
         prefill_step_tokens=settings.observation_tokens,
-        draft_tokens=0 if drafter is None else drafter.tokens,
+        draft_tokens=draft_tokens,
         draft_cells=tuple(draft_cells),
     )
     found.write(settings.out)
@@ -212,7 +215,7 @@ def measure(
     repeats: int,
     on_cell: Callable[[Cell], None] = lambda cell: None,
     first_place: int = 0,
-    drafter: Drafter | None = None,  # that drafts meanwhile
+    counts: DraftCounts | None = None,  # of an engine that drafts meanwhile
 ) -> list[Cell]:
     found = []
     fresh = count(first_place + engine.slots)  # not used by the warm-up or another cell: no prefix cache hits
@@ -222,7 +225,7 @@ def measure(
             # Made before timing starts.
             prompts = random_prompts(islice(fresh, running), context, vocabulary)
             clocks = random_prompts(islice(fresh, 2), SHORT_CONTEXT, vocabulary)
-            runs.append(_measured(engine, prompts, clocks, context, steps, drafter))
+            runs.append(_measured(engine, prompts, clocks, context, steps, counts))
         step = median(run.step_seconds for run in runs)
         prefill = median(run.prefill_seconds_per_token for run in runs)
         found.append(Cell(running, context, runs[0].cached_tokens, step, prefill))
@@ -236,11 +239,11 @@ def _measured(
     clocks: Sequence[Prompt],
     context: int,
     steps: int,
-    drafter: Drafter | None = None,
+    counts: DraftCounts | None = None,
 ) -> Cell:
     """The step time with all but one of the prompts and one clock, between the ends of the two clocks.
 
-    The last of the prompts has one token; the clocks follow at its end. A step is one token, unless a drafter counts.
+    The last of the prompts has one token; the clocks follow at its end. A step is one token, unless drafts are counted.
     """
     running, prefill_tokens = len(prompts), len(prompts) * context
     gate, first, second = running - 1, running, running + 1
@@ -260,7 +263,7 @@ def _measured(
         while not ended.keys() >= set(ids):
             for end in _ends_of_poll(forced):
                 ended[end.id] = end.at
-                counted_steps[end.id] = 0 if drafter is None else sum(drafter.counts.steps.values())
+                counted_steps[end.id] = 0 if counts is None else sum(counts.steps.values())
 
     began = engine.now()
     submit(prompts, 0)
@@ -268,21 +271,23 @@ def _measured(
     submit(clocks, first)
     wait_for(first, second)
     forced.abort([id for id in range(running + 2) if id not in ended])
-    passed = steps if drafter is None else max(1, counted_steps[second] - counted_steps[first])
+    passed = steps if counts is None else max(1, counted_steps[second] - counted_steps[first])
     step = (ended[second] - ended[first]) / passed
     prefill = max(0.0, (ended[first] - began - (1 + _LEAD_TOKENS) * step) / prefill_tokens)
     tokens = _LEAD_TOKENS + steps / 2
     return Cell(running, context, (running - 1) * (context + tokens) + SHORT_CONTEXT + tokens, step, prefill)
 
 
-def drafter_to_measure(engine: Engine) -> Drafter | None:
-    """Of an engine with drafts. It must draft in every step, and be switched off."""
-    drafter = getattr(engine, "drafter", None)
-    if drafter is not None and not isinstance(drafter, RepeatLast):
-        why = "a profile times steps with and without drafts, so it needs a drafter that drafts always or never"
-        fix = f'Use "method": "custom_class", "model": "{RepeatLast.__module__}.{RepeatLast.__name__}".'
-        raise ConfigurationError("engine_options", "speculative_config", why, fix)
-    return drafter
+def drafts_to_measure(engine: Engine, options: Mapping[str, Any]) -> tuple[DraftCounts | None, int]:
+    """What counts the steps of an engine with drafts, and how many tokens it drafts. It must draft in every step: a
+    draft model does, and ours for measurements can be switched off as well."""
+    if not (config := options.get("speculative_config")):
+        return None, 0
+    if config.get("method") in WITHOUT_WEIGHTS and not isinstance(getattr(engine, "drafter", None), RepeatLast):
+        why = "a profile times steps with drafts, and this drafter does not draft in each of them"
+        ours = f'"method": "custom_class", "model": "{RepeatLast.__module__}.{RepeatLast.__name__}"'
+        raise ConfigurationError("engine_options", "speculative_config", why, f"Use a draft model, or {ours}.")
+    return getattr(engine, "draft_counts", None), int(config["num_speculative_tokens"])
 
 
 def prefill_of(cells: Sequence[Cell]) -> float:
