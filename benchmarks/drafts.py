@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from end_to_end_workload import GIB, HERE, SHAPES, Mode, Shape, schedule_of, workload_of
+from synthetic_drafts import DRAFT_TOKENS, accepting, eagle3_head, geometric
 
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
@@ -52,7 +53,6 @@ from sortedrl.studies.measurements import machine, warm_up
 from sortedrl.studies.profile import FIRST_PLACE_OF_DRAFTS, Cell, Profile, measure, prefill_of
 from sortedrl.studies.workload import Workload
 
-DRAFT_TOKENS = 3
 BASELINE, PLANNED, ELEVATOR = "baseline", "on-policy+planned@oracle", "partial+elevator@oracle:reuse"
 ROWS = (  # the most valuable first
     *(f"plain:{mode}" for mode in (BASELINE, ELEVATOR, PLANNED)),
@@ -165,18 +165,6 @@ def predicted(row: Row, measured: Measured, shape: Shape, updates: int, seed: in
     return {"kept": found.kept, "goodput": found.goodput, "bubble": found.bubble, "seconds": found.seconds}
 
 
-def geometric(mean: float) -> float:
-    """The chance that the next drafted token is accepted, for this mean of tokens per step."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(middle**n for n in range(DRAFT_TOKENS + 1)) < mean:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 # The engines
 
 
@@ -229,20 +217,14 @@ class Bench:
         return engine
 
     def speculative_config(self, name: str) -> dict[str, Any]:
-        own = {"method": "custom_class", "model": f"{RepeatLast.__module__}.{RepeatLast.__name__}"}
-        eagle3 = {"method": "eagle3", "model": str(HERE / "shapes" / f"{self.shape.folder}-eagle3")}
-        config = {"drafts": own, "eagle3": eagle3}.get(name, {"method": name})
-        config |= {"num_speculative_tokens": DRAFT_TOKENS}
         if name == "eagle3":
-            from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
-
-            # Published heads have an output layer of their own, of fewer tokens. vLLM learns that from the names of
-            # weights, and dummy weights have none: then the head would use the larger one of the policy.
-            Eagle3LlamaForCausalLM.has_own_lm_head = True
-        if not self.on_gpu:
-            return config
-        rates = [0.5 ** (n + 1) for n in range(DRAFT_TOKENS)]  # replaced before every row
-        return config | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+            config = eagle3_head(HERE / "shapes" / self.shape.folder)
+        elif name == "drafts":
+            config = {"method": "custom_class", "model": f"{RepeatLast.__module__}.{RepeatLast.__name__}"}
+        else:
+            config = {"method": name}
+        config["num_speculative_tokens"] = DRAFT_TOKENS
+        return config | (accepting(2.0) if self.on_gpu else {})  # switched before every row
 
     def accept(self, engine: VllmEngine, mean: float) -> None:
         """From the next step on, vLLM accepts drafts with this mean of tokens per step."""

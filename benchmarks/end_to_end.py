@@ -19,7 +19,7 @@ mode is not counted. A mode that fails is recorded with its error, and the next 
 Every row is printed and appended to OUT/end_to_end.jsonl as soon as it exists. The simulator's prediction for each mode
 is written before the mode runs. It comes from a profile of the engine and a speed of the learner: from earlier
 measurements (`--profile`, `--learner-tokens-per-second`), or measured at the start of this command (`--calibrate`).
-update_rows.py defines the parts of an update.
+update_rows.py defines the parts of an update. It knows of no --drafts.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from end_to_end_workload import (
     schedule_of,
     workload_of,
 )
+from synthetic_drafts import accepting, eagle3_head
 from transformers import AutoConfig, AutoModelForCausalLM
 from update_rows import PARTS, Row, UpdateRows, summary
 
@@ -94,6 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stream-sms", type=int, default=96, help="of the GPU, for the learner in modes with :stream")
     parser.add_argument("--median-length", type=float, help="of the forced lengths")
     parser.add_argument("--max-response-tokens", type=int)
+    parser.add_argument("--drafts", type=float, help="of an EAGLE-3 head: mean tokens per request and step, on a GPU")
     parser.add_argument("--filtered", type=float, default=0.0, help="fraction of the groups whose rewards are equal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("h200"))
@@ -161,6 +163,7 @@ class Bench:
             max_num_batched_tokens=shape.prefill_tokens_per_step,
             kv_cache_memory_bytes=int(shape.kv_gib * GIB),
             **({"gpu_memory_utilization": 0.5} if self.on_gpu else {"enforce_eager": True}),
+            **({} if self.options.drafts is None else {"speculative_config": self._drafts(self.options.drafts)}),
         )
         self.log(f"engine started, room for {self.engine.info().kv_tokens:,} tokens of KV; {self.memory()}")
         if self.enable_sleep_mode and self.on_gpu:  # now that vLLM has its memory: else the learner's leaves gaps
@@ -187,6 +190,9 @@ class Bench:
         self.log(f"learner started, its weights are in the engine ({self.checked.last_difference:.3g} nats apart)")
         warm_up(self.engine, self.engine.info().vocabulary, self.max_length)
         self.log(f"engine warmed up; {self.memory()}")
+
+    def _drafts(self, acceptance: float) -> dict[str, Any]:
+        return eagle3_head(Path(self.folder)) | (accepting(acceptance) if self.on_gpu else {})
 
     def memory(self) -> str:
         now, peak = self._memory_gib()
