@@ -2,7 +2,6 @@
 
 python benchmarks/two_servers.py OUT                # OUT/profile.json of the pool, OUT/*.json of sortedrl bench
 python benchmarks/two_servers.py OUT --engines 1    # a bench of one engine
-python benchmarks/two_servers.py benchmarks/measured/h200-two-servers --profile-of-one profile-0.json
 """
 
 from __future__ import annotations
@@ -22,22 +21,24 @@ TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "roll
 def profile_of_one(pool: Profile, engines: int) -> Profile:
     """Of one engine in a pool that was measured as a whole: its share of the requests and tokens, the same seconds."""
     cells = [
-        replace(cell, running=max(1, cell.running // engines), cached_tokens=cell.cached_tokens / engines)
+        replace(
+            cell,
+            running=max(1, cell.running // engines),
+            cached_tokens=cell.cached_tokens / engines,
+            prefill_seconds_per_token=cell.prefill_seconds_per_token * engines,
+        )
         for cell in pool.cells
     ]
-    return replace(pool, cells=tuple(cells), slots=pool.slots // engines)
+    per_token = pool.prefill_seconds_per_token * engines
+    return replace(pool, cells=tuple(cells), slots=pool.slots // engines, prefill_seconds_per_token=per_token)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--profile-of-one", metavar="FILE", help="in OUT: of one engine, instead of the pool's")
     arguments = parser.parse_args()
-    if arguments.profile_of_one:
-        profile = profile_file.read(arguments.out / arguments.profile_of_one)
-    else:
-        profile = profile_of_one(profile_file.read(arguments.out / "profile.json"), arguments.engines)
+    profile = profile_of_one(profile_file.read(arguments.out / "profile.json"), arguments.engines)
     for path in sorted(arguments.out.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         for mode, found in written.get("modes", {}).items():

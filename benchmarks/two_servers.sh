@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Two vLLM servers on one GPU behind ServerPool, against `--engines 2` with a profile taken while both run: does the
-# simulated cluster hold? Wanted: within 8 %. Not run yet.
+# simulated cluster hold? Wanted: within 8 %.
 #
 #   benchmarks/two_servers.sh OUT          # one H200, about 4 minutes; BUDGET seconds (default: 300)
 #
