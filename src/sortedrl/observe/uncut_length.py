@@ -17,7 +17,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 
@@ -84,7 +83,7 @@ class Attempts:
         return total / self._trained if self._trained else 0.0
 
     def _expected_beyond_cuts(self) -> Iterator[float]:
-        steps = _Steps.of([n for n, finished in zip(self._lengths, self._finished, strict=True) if finished])
+        steps = _Steps([n for n, finished in zip(self._lengths, self._finished, strict=True) if finished])
         seen: defaultdict[int, list[int]] = defaultdict(list)  # group -> codes of its attempts
         for group, length, finished in zip(self._groups, self._lengths, self._finished, strict=True):
             seen[group].append(steps.code(length, finished=bool(finished)))
@@ -97,34 +96,26 @@ class Attempts:
             yield max(cut + 1, expected)  # no response that long has finished: at least one more token
 
 
-@dataclass(frozen=True, slots=True)
 class _Steps:
     """The lengths at which responses ended; neighbors are merged if there are too many."""
 
-    last: list[int]  # greatest length of each step
-    means: list[float]
-
-    @classmethod
-    def of(cls, finished: Sequence[int]) -> _Steps:
+    def __init__(self, finished: Sequence[int]) -> None:
         ordered = sorted(finished)
         size = max(1, -(-len(ordered) // MOST_STEPS))
-        last = sorted({ordered[min(end, len(ordered)) - 1] for end in range(size, len(ordered) + size, size)})
-        ends = [0, *(bisect_right(ordered, n) for n in last)]
+        ends = range(size, len(ordered) + size, size)
+        self._last = sorted({ordered[min(end, len(ordered)) - 1] for end in ends})  # greatest length of each step
+        places = [0, *(bisect_right(ordered, n) for n in self._last)]
         totals = [0, *accumulate(ordered)]
-        means = [(totals[b] - totals[a]) / (b - a) for a, b in pairwise(ends)]
-        return cls(last, means)
-
-    @property
-    def count(self) -> int:
-        return len(self.last)
+        self.means = [(totals[b] - totals[a]) / (b - a) for a, b in pairwise(places)]
+        self.count = len(self._last)
 
     def passed(self, length: int) -> int:
         """Number of steps that a response longer than this has passed."""
-        return bisect_right(self.last, length)
+        return bisect_right(self._last, length)
 
     def code(self, length: int, *, finished: bool) -> int:
         """An attempt as a number: the step it ended at, or `count` plus the steps it passed before it was cut."""
-        return bisect_left(self.last, length) if finished else self.count + self.passed(length)
+        return bisect_left(self._last, length) if finished else self.count + self.passed(length)
 
 
 class _Kind:

@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
@@ -213,42 +213,30 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """While workers start: a half-started one would print a traceback, and the pool would be half made. Ctrl-C counts
-    afterwards."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
-@contextmanager
-def _cancels(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """After an error or an interrupt nothing more is started."""
-    try:
-        yield
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-
-
 def _on_all_cores(
     jobs: list[tuple[Case, int, int | None]], limits: list[tuple[int, int]], rows: Sequence[Case]
 ) -> Iterator[tuple[Any, Any]]:
+    """After an error or an interrupt nothing more is started."""
     workload, schedule = rows[0].workload, rows[0].schedule
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_end_with_parent) as pool, _cancels(pool):
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_end_with_parent) as pool:
         futures: dict[Any, Any] = {}
-        with _without_interrupts():
-            for kv, seed in limits:  # first, since one takes longer than any run if slots are many
-                of_slots, baseline = replace(workload, kv_tokens=kv or None), with_mode(schedule, "baseline")
-                futures[pool.submit(limit, of_slots, replace(baseline, seed=seed))] = (kv, seed)
-            for row, seed, most in jobs:
-                job = pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most)
-                futures[job] = (row.name, seed)
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        try:
+            # While workers start, Ctrl-C waits: a half-started one would print a traceback.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                for kv, seed in limits:  # first, since one takes longer than any run if slots are many
+                    of_slots, baseline = replace(workload, kv_tokens=kv or None), with_mode(schedule, "baseline")
+                    futures[pool.submit(limit, of_slots, replace(baseline, seed=seed))] = (kv, seed)
+                for row, seed, most in jobs:
+                    job = pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most)
+                    futures[job] = (row.name, seed)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def summary(runs: Sequence[RunMetrics], limits: Sequence[float]) -> dict[str, Any]:

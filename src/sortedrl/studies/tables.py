@@ -97,8 +97,7 @@ def show(console: Console, parts: Sequence[RenderableType]) -> None:
     for part in parts:
         width = console.width
         if isinstance(part, Table):
-            least = Measurement.get(console, console.options.update_width(WIDEST), part).minimum
-            console.width = next((w for w in range(max(width, least), WIDEST) if not _is_cut(console, part, w)), width)
+            console.width = max(width, Measurement.get(console, console.options.update_width(WIDEST), part).maximum)
         console.print(part)
         console.width = width
 
@@ -172,8 +171,3 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _is_cut(console: Console, table: Table, width: int) -> bool:
-    """Whether rich cuts the text of a cell at this width. It marks such places with an ellipsis."""
-    return any("…" in segment.text for segment in console.render(table, console.options.update_width(width)))

@@ -182,25 +182,6 @@ def environments_of(workload: Workload, schedule: Schedule, engine: VirtualTimeE
     return simulated_environments(engine, workload.episodes, seed_of)
 
 
-class StreamedWork:
-    """The work on an update that a learner does during the harvest."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._seconds_per_token = workload.learner_seconds_per_token
-        self._tokens = 0
-
-    def seconds(self, rollouts: Sequence[Rollout]) -> float:
-        """Of the work on these rollouts, which the learner starts now."""
-        tokens = sum(map(len, rollouts))
-        self._tokens += tokens
-        return self._seconds_per_token * tokens
-
-    def taken(self) -> int:
-        """Tokens of the update that is complete now; the next one starts at 0."""
-        tokens, self._tokens = self._tokens, 0
-        return tokens
-
-
 class UncutLengths:
     """Computes what the log does not contain: the uncut length of the first attempt of each trained rollout."""
 
@@ -264,7 +245,7 @@ class ControllerRun:
 
     def __init__(self, workload: Workload, schedule: Schedule, sinks: Sequence[Sink], max_updates: int | None) -> None:
         self._metrics, self._uncut = Metrics(estimates_uncut_length=False), UncutLengths(workload, schedule)
-        self.engine, self._streamed = simulated_engine(workload), StreamedWork(workload)
+        self.engine, self._streamed_tokens = simulated_engine(workload), 0  # of the coming update
         strategy = strategy_named(schedule.mode)
         wants_stream = workload.stream or (workload.separate_learner and not schedule.overlap)
         prompts = SimulatedPrompts(workload.prompts, workload.prompt_tokens, workload.first_prompt)
@@ -282,15 +263,23 @@ class ControllerRun:
             # A bound method: Python calls it three times as fast as an object.
             log=EventLog(self._metrics.__call__, *sinks),
             max_updates=max_updates,
-            stream_to=SimulatedLearner(self.engine, self._streamed.seconds, shares_gpu=workload.share_gpu)
+            stream_to=SimulatedLearner(self.engine, self._streamed_seconds, shares_gpu=workload.share_gpu)
             if wants_stream and strategy.can_stream
             else None,
         )
+        self._seconds_per_token = workload.learner_seconds_per_token
+
+    def _streamed_seconds(self, rollouts: Sequence[Rollout]) -> float:
+        """Of the work on these rollouts, which the learner starts during the harvest."""
+        tokens = sum(map(len, rollouts))
+        self._streamed_tokens += tokens
+        return self._seconds_per_token * tokens
 
     def take(self, batch: Batch) -> int:
         """Tokens that the learner has yet to work on."""
         self._uncut.add(batch)
-        return batch.tokens - self._streamed.taken()
+        left, self._streamed_tokens = batch.tokens - self._streamed_tokens, 0
+        return left
 
     def publish_after(self, seconds: float) -> None:
         if self.controller.schedule.overlap:

@@ -334,20 +334,9 @@ def contract_spec(slots: int = EngineContract.slots, **more: Any) -> EngineSpec:
     return EngineSpec(**{"model": str(BUILT_IN_MODEL), "slots": slots, "max_length": MAX_LENGTH, **more})
 
 
-def check_engine(
-    factory: EngineFactory,
-    *,
-    spec: EngineSpec | None = None,
-    weights: Callable[[int], Any] = lambda version: None,
-    deterministic: bool = False,
-) -> None:
-    """Check every rule on new engines; raises `BrokenRules`.
-
-    `factory` gets `spec`, by default that of the built-in model. `weights` makes the argument of `update_weights` for a
-    version. `deterministic`: equal seeds and weights give equal tokens; that is checked, too.
-    """
-    outcomes = outcomes_of(factory, spec=spec, weights=weights, deterministic=deterministic)
-    broken = [f"{outcome.rule}: {outcome.error}" for outcome in outcomes if outcome.error]
+def check_engine(factory: EngineFactory, **options: Any) -> None:
+    """Check every rule on new engines; raises `BrokenRules`. The options are those of `outcomes_of`."""
+    broken = [f"{outcome.rule}: {outcome.error}" for outcome in outcomes_of(factory, **options) if outcome.error]
     if broken:
         raise BrokenRules("\n".join(broken))
 
@@ -359,7 +348,11 @@ def outcomes_of(
     weights: Callable[[int], Any] = lambda version: None,
     deterministic: bool = False,
 ) -> Iterator[Outcome]:
-    """Each rule and how the engine does, as it is checked. Without an engine, the only outcome is why there is none."""
+    """Each rule and how the engine does, as it is checked. Without an engine, the only outcome is why there is none.
+
+    `factory` gets `spec`, by default that of the built-in model. `weights` makes the argument of `update_weights` for a
+    version. `deterministic`: equal seeds and weights give equal tokens; that is checked, too.
+    """
     contract = _ContractOf(factory, spec or contract_spec(), weights)
     contract.deterministic = deterministic
     for name in rules(deterministic=deterministic):
