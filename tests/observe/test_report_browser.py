@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, quantiles
+from statistics import quantiles
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.report.runs import MOST_SLICES
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.observe.timeline import slices
 from sortedrl.studies.workload import Workload, run
 
 pytestmark = pytest.mark.slow
@@ -50,21 +48,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
     page = folder / "page.html"
     assert main(["report", *map(str, logs), "--out", str(page)]) == 0
     return logs, page
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Path]], Path]:
-    """Really trained: run folders of three modes with two seeds each, and the page about them."""
-    folder = tmp_path_factory.mktemp("trained")
-    sizes = ["--updates", "4", "--slots", "16", "--rollouts-per-update", "16", "--prompts-per-cohort", "8"]
-    few = ["--eval-problems", "10", "--eval-every", "2", "--threads", "1"]
-    runs = folder / "runs"
-    folders = {mode: [runs / f"{mode}-seed{seed}" for seed in (0, 1)] for mode in MODES}
-    for mode, (first, second) in folders.items():
-        for seed, out in ((0, first), (1, second)):
-            assert main(["train", "--mode", mode, "--seed", str(seed), *sizes, *few, "--out", str(out)]) == 0
-    assert main(["report", str(runs), "--out", str(folder / "page.html")]) == 0
-    return folders, folder / "page.html"
 
 
 def write_log(path: Path, workload: Workload, schedule: Schedule) -> Path:
@@ -120,73 +103,6 @@ def mean_staleness(update: Updated) -> float:
     segments = [segment for rollout in update.segments for segment in rollout]
     ages = sum((update.version - version) * tokens for version, tokens in segments)
     return ages / sum(tokens for _, tokens in segments)
-
-
-def check_band(traces: list[dict[str, Any]], curves: list[list[float]], x: list[float]) -> None:
-    """Least, greatest and mean over the runs."""
-    columns = list(zip(*curves, strict=True))
-    for trace, expected in zip(traces, ([min(c) for c in columns], [max(c) for c in columns]), strict=False):
-        assert trace["y"] == pytest.approx(expected, rel=1e-6)
-    assert traces[2]["y"] == pytest.approx([fmean(column) for column in columns], rel=1e-6)
-    assert traces[2]["x"] == pytest.approx(x, rel=1e-6)
-
-
-def test_learning_curves_hold_what_the_run_folders_say(
-    browser: Chromium, trained: tuple[dict[str, list[Path]], Path]
-) -> None:
-    folders, page = trained
-    browser.errors.clear()
-    browser.open(page)
-    logs = {mode: [list(read_events(path / "events.jsonl")) for path in paths] for mode, paths in folders.items()}
-    updates = {mode: [[e for e in log if isinstance(e, Updated)] for log in of] for mode, of in logs.items()}
-    lines = {
-        mode: [[json.loads(line) for line in (path / "metrics.jsonl").open()] for path in paths]
-        for mode, paths in folders.items()
-    }
-    samples = {mode: list(accumulate(len(u.rollouts) for u in of[0])) for mode, of in updates.items()}
-    for i, mode in enumerate(MODES):
-        rewards = [[fmean(update.rewards) for update in of] for of in updates[mode]]
-        check_band(drawn(browser, "reward")[3 * i : 3 * i + 3], rewards, samples[mode])
-        by_update = [
-            {line["update"]: line["held_out"]["value"] for line in of if "held_out" in line} for of in lines[mode]
-        ]
-        scores = [list(of.values()) for of in by_update]
-        at = [0, samples[mode][1], samples[mode][3]]
-        check_band(drawn(browser, "held-out")[3 * i : 3 * i + 3], scores, at)
-
-    browser.ask("document.querySelector('input[value=wall-clock]').click()")
-    for i, mode in enumerate(MODES):
-        seconds = [[u.at - log[0].at for u in of] for of, log in zip(updates[mode], logs[mode], strict=True)]
-        unit = 60.0 if "min" in browser.ask("document.getElementById('reward').layout.xaxis.title.text") else 1.0
-        mean = [fmean(column) / unit for column in zip(*seconds, strict=True)]
-        assert drawn(browser, "reward")[3 * i + 2]["x"] == pytest.approx(mean, rel=1e-6)
-    assert browser.errors == []
-    assert page.stat().st_size < MOST_BYTES
-
-
-def test_the_slot_timeline_is_drawn_as_the_slices_say(browser: Chromium, compared: tuple[list[Path], Path]) -> None:
-    """Of every slice its slot, start, end and color, for each run."""
-    logs, page = compared
-    browser.open(page)
-    for i, log in enumerate(logs):
-        stays = slices(read_events(log))
-        began = next(iter(read_events(log))).at
-        longest = max(event.at for one in logs for event in read_events(one))
-        unit = 3600.0 if longest >= 36_000 else 60.0 if longest >= 600 else 1.0
-        *traces, updates = drawn(browser, f"slots-{i}")
-        bases = browser.ask(f"document.getElementById('slots-{i}').data.map(trace => Array.from(trace.base || []))")
-        assert {trace["name"] for trace in traces} == {stay.outcome for stay in stays}
-        for trace, base in zip(traces, bases, strict=False):
-            shown = [stay for stay in stays if stay.outcome == trace["name"]]
-            assert base == pytest.approx([(stay.start - began) / unit for stay in shown], rel=1e-6)
-            assert trace["x"] == pytest.approx([(stay.end - stay.start) / unit for stay in shown], rel=1e-5, abs=1e-6)
-            assert trace["y"] == [stay.slot for stay in shown]
-        assert len(updates["x"]) == 3 * sum(isinstance(event, Updated) for event in read_events(log))
-        colors = browser.ask(
-            f"[...document.querySelectorAll('#slots-{i} .point path')].map(bar => bar.style.fill)"
-            ".filter((color, place, all) => all.indexOf(color) === place).length"
-        )
-        assert colors == len(traces)
 
 
 def test_nothing_leaves_the_page_and_nothing_goes_wrong(browser: Chromium, compared: tuple[list[Path], Path]) -> None:

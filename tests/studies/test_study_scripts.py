@@ -69,13 +69,6 @@ def test_a_run_that_falls_in_its_held_out_score_only_is_not_steady() -> None:
     assert (answer["steady"], answer["steady_runs_with_an_alarm"]) == (1, 1)
 
 
-def test_the_auc_of_one_arm_leaves_out_pairs_of_two() -> None:
-    rising, falling = [0.5] * 4 + [0.7] * 8, [0.5] * 4 + [0.7] * 4 + [0.5] * 4
-    runs = [run_of(falling, [0.5] * 12), run_of(rising, [0.4] * 12), run_of(rising, [0.9] * 12, arm="b")]
-    answer = ALARM["answer"](runs)
-    assert (answer["auc"], answer["auc_same_arm"]) == (0.5, 0.0)
-
-
 @pytest.mark.slow
 def test_under_the_embedded_engine_the_log_ratio_of_stale_tokens_is_all_staleness() -> None:
     """Also in resumed responses, whose earlier tokens are older: their KV is recomputed with the new weights."""

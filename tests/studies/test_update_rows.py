@@ -65,21 +65,6 @@ def test_the_summary_leaves_out_the_first_update() -> None:
     assert found["learner"] == pytest.approx(sum(row.learner for row in counted) / 2)
 
 
-def test_reused_tokens_are_not_prefilled_again() -> None:
-    seen: list[object] = []
-    plain, reusing = ROWS["UpdateRows"](PREFILL_SECONDS), ROWS["UpdateRows"](PREFILL_SECONDS, lambda: len(seen))
-
-    def count(event: object) -> None:  # one reused token per event is enough to tell the two apart
-        seen.append(event)
-
-    schedule = with_mode(replace(SCHEDULE, seed=1), "partial")
-    workload.run(WORK, schedule, plain, max_updates=4)
-    workload.run(WORK, schedule, count, reusing, max_updates=4)
-    saved = sum(row.re_prefill_tokens for row in plain.rows) - sum(row.re_prefill_tokens for row in reusing.rows)
-    assert 0 < saved <= len(seen)
-    assert sum(row.seconds for row in plain.rows) == pytest.approx(sum(row.seconds for row in reusing.rows))
-
-
 def _mode_of_a_file(mode: str, rows: Sequence[Any], **more: int) -> list[str]:
     """As end_to_end.py writes it, with its own figures as the prediction."""
     found = ROWS["summary"](rows)

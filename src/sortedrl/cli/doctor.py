@@ -58,22 +58,19 @@ def run(settings: DoctorSettings) -> int:
 
 
 def installation() -> Row:
-    packages = required([*(metadata.requires("sortedrl") or ()), *WITHOUT_EXTRA])
-    extras = dict.fromkeys(one["extra"] for one in packages if one["extra"])
     return {
         "version": version_of("sortedrl") or "not installed as a package",
         "python": platform.python_version(),
         "devices": [*gpus(), f"{os.cpu_count() or 1} CPU cores"],
-        "packages": packages,
-        "missing": {e: [one["name"] for one in packages if one["extra"] == e and is_missing(one)] for e in extras},
+        "packages": required([*(metadata.requires("sortedrl") or ()), *WITHOUT_EXTRA]),
     }
 
 
 def required(lines: Sequence[str]) -> list[Row]:
     """From lines such as `torch>=2.11; extra == 'train'`, without what only developers need."""
     found = [match.groups() for line in lines if (match := _REQUIREMENT.match(line))]
-    rows = ({"name": name, "version": version_of(name), "least": least, "extra": e} for name, least, e in found)
-    return [row for row in rows if row["extra"] not in ("dev", "docs")]
+    rows = [{"name": name, "version": version_of(name), "least": least, "extra": e} for name, least, e in found]
+    return [row | {"missing": is_missing(row)} for row in rows if row["extra"] not in ("dev", "docs")]
 
 
 def is_missing(one: Row) -> bool:
@@ -107,7 +104,8 @@ def self_test() -> Row:
 def _show(found: Row) -> None:
     head = f"sortedrl {found['version']}, Python {found['python']}\ndevices: {', '.join(found['devices'])}\n"
     packages = [[one[key] or "-" for key in ("name", "version", "least", "extra")] for one in found["packages"]]
-    missing = [f"{e}: {', '.join(names)}: {install_hint(e)}" for e, names in found["missing"].items() if names]
+    extras = dict.fromkeys(one["extra"] for one in found["packages"] if one["missing"] and one["extra"])
+    missing = [f"{extra}: {install_hint(extra)}" for extra in extras]
     test = "not run; `sortedrl doctor --full` runs it"
     if "passed" in found:
         test = f"{'passed' if found['passed'] else 'FAILED'}: {found['detail']}"

@@ -143,6 +143,6 @@ def _write(comparison: Comparison, html: Path, version: str, log: Log) -> None:
     write_page(plain, json.dumps(as_json(comparison, version), indent=1) + "\n")
     try:
         write_page(html, page(comparison, version))
+        log(f"written: {html} and {plain}")
     except ConfigurationError as error:
-        log(f"no page: {error}")
-    log(f"written: {plain}, and {html.name} beside it")
+        log(f"written: {plain}, but no page: {error}")
