@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
 
 from sortedrl.core import Event, events
-from sortedrl.log.lines import Damage, decoded_or_damage, decoded_text, written
+from sortedrl.log.lines import Damage, decoded_or_damage, written
 
 LOG: list[Event] = [
     events.RunBegan(0.0, 4, "partial", {"mode": "partial"}),
@@ -28,9 +29,12 @@ LOG: list[Event] = [
 ]
 
 
+def decoded(text: str) -> list[Event | Damage]:
+    return [decoded_or_damage(number, line) for number, line in enumerate(io.StringIO(text, newline="\n"), 1)]
+
+
 def test_an_intact_log_is_decoded_as_it_was_written() -> None:
-    assert decoded_text(written(LOG)) == LOG
-    assert decoded_text("") == []
+    assert decoded(written(LOG)) == LOG
 
 
 @pytest.mark.parametrize(
@@ -55,8 +59,9 @@ def test_an_intact_log_is_decoded_as_it_was_written() -> None:
     ],
 )
 def test_a_line_with_a_wrong_value_is_damage(line: str) -> None:
-    found = decoded_text(f"{written(LOG)}{line}\n{written(LOG)}", 7)
-    assert isinstance(found[len(LOG)], Damage) and found[len(LOG)].line == 7 + len(LOG)
+    found = decoded(f"{written(LOG)}{line}\n{written(LOG)}")
+    damage = found[len(LOG)]
+    assert isinstance(damage, Damage) and damage.line == 1 + len(LOG)
     assert found[: len(LOG)] == found[len(LOG) + 1 :] == LOG
 
 
@@ -70,5 +75,5 @@ def test_random_damage_is_found_or_leaves_an_event_that_can_be_written_again() -
             text = text[:place] + rng.choice(["", *'0159-.,:"{}[]et \x00é']) + text[place + rng.randint(0, 1) :]
         found = decoded_or_damage(1, text)
         differing += isinstance(found, Damage)
-        assert isinstance(found, Damage) or decoded_text(written([found])) == [found]
+        assert isinstance(found, Damage) or decoded(written([found])) == [found]
     assert 1_000 < differing < 4_000

@@ -94,13 +94,9 @@ def _fraction_above(limit: float, median: float, sd: float) -> float:
 def _notices_of_sizes(settings: SimulatedSettings) -> Iterator[str]:
     """Split groups, updates that cannot fill slots or make tokens stale, slots beyond the measured step times, and what
     takes long."""
-    update, slots, per_engine = (
-        simulated_schedule(settings).rollouts_needed, settings.slots, settings.most_slots_per_engine(),
-    )  # fmt: skip
-    per_cohort, measured = (
-        prompts_per_cohort(settings) * settings.rollouts_per_prompt,
-        step_time_of(settings).measured_to,
-    )
+    update, slots = simulated_schedule(settings).rollouts_needed, settings.slots
+    per_engine, measured = settings.most_slots_per_engine(), step_time_of(settings).measured_to
+    rollouts = settings.cohorts * prompts_per_cohort(settings) * settings.rollouts_per_prompt
     if settings.rollouts_per_prompt > 1 and not settings.whole_groups:
         yield (
             f"rollouts_per_prompt = {settings.rollouts_per_prompt} without whole_groups: responses to one prompt may "
@@ -120,10 +116,10 @@ def _notices_of_sizes(settings: SimulatedSettings) -> Iterator[str]:
             "requests. Beyond that, step times are a straight line. --slots is the total: set --engines to your "
             "number of engines."
         )
-    if (rollouts := settings.cohorts * per_cohort) >= MANY_ROLLOUTS:
+    if rollouts >= MANY_ROLLOUTS:
         yield (
-            f"each mode is simulated with {rollouts:,} rollouts per seed (cohorts = {settings.cohorts} of "
-            f"{per_cohort:,}), which takes seconds to minutes. With fewer --cohorts it is faster."
+            f"each mode is simulated with {rollouts:,} rollouts per seed (cohorts = {settings.cohorts}), which takes "
+            "seconds to minutes. With fewer --cohorts it is faster."
         )
 
 

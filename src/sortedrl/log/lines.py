@@ -110,11 +110,6 @@ def decoded_or_damage(number: int, line: str) -> Event | Damage:
     return event if why is None else Damage(number, f"{type(event).__name__} {why}")
 
 
-def decoded_text(text: str, first_line: int = 1) -> list[Event | Damage]:
-    """The event in each line, or its damage; `first_line` is the number of the first one."""
-    return [decoded_or_damage(number, line) for number, line in enumerate(io.StringIO(text, newline="\n"), first_line)]
-
-
 def is_number(value: Any) -> bool:
     """Whether it is a number that a run may write: sums and products of several are finite, too."""
     return type(value) in (int, float) and abs(value) < LARGEST
