@@ -18,7 +18,7 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.engines import suffix_drafter
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedScorer
-from sortedrl.engines.speculative import LoggedDrafts, own_drafter, without_slow_drafts
+from sortedrl.engines.speculative import LoggedDrafts, own_drafter, why_no_drafts
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.engines.suffix_drafter import SuffixDrafter, _Text, longest_match, places_in
 from sortedrl.observe.metrics import Metrics
@@ -148,10 +148,10 @@ def test_what_was_drafted_and_accepted_is_in_the_log_once_per_update_and_in_the_
     assert (found.updates, found.drafted_tokens, found.accepted_tokens, found.tokens_per_step) == (2, 6, 4, 3.0)
 
 
-def test_drafts_are_left_out_in_modes_that_keep_their_slots_full() -> None:
-    given, told = {"speculative_config": {"method": "ngram"}, "draft_up_to": 4, "seeded": False}, list[str]()
+@pytest.mark.parametrize(("method", "left_out"), [("ngram", True), ("custom_class", True), ("eagle3", False)])
+def test_drafts_without_a_model_are_left_out_in_modes_that_keep_their_slots_full(method: str, left_out: bool) -> None:
     modes = "baseline", "on-policy+planned", "partial", "partial+elevator", "partial+lookahead", "april"
-    found = [without_slow_drafts(given, strategy_named(mode), told.append) for mode in modes]
-    assert found == 3 * [given] + 3 * [{"seeded": False}] and len(told) == 3
-    assert without_slow_drafts({"seeded": True}, strategy_named("april"), told.append) == {"seeded": True}
-    assert len(told) == 3, "nothing was left out"
+    config = {"speculative_config": {"method": method, "num_speculative_tokens": 3}}
+    full = [mode for mode in modes if why_no_drafts(config, strategy_named(mode))]
+    assert full == (["partial+elevator", "partial+lookahead", "april"] if left_out else [])
+    assert why_no_drafts({}, strategy_named("april")) is None

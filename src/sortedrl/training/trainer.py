@@ -25,7 +25,7 @@ from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.streaming import Accumulate, StreamedLearner
 from sortedrl.core.wording import counted
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
-from sortedrl.engines.speculative import LoggedDrafts, without_slow_drafts
+from sortedrl.engines.speculative import LoggedDrafts, why_no_drafts
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
@@ -114,9 +114,11 @@ class TrainingRun:
 
     def _engine(self) -> EngineBase:
         settings, resources = self.settings, self.resources
-        if settings.engine == "vllm":
-            strategy = strategy_named(settings.mode)
-            options = without_slow_drafts(settings.engine_options, strategy, self.console.log)
+        why = why_no_drafts(settings.resolved_engine_options(), strategy_named(settings.mode))
+        if why is not None and settings.engine == "vllm":
+            self.console.log(why)
+            drafts = {"speculative_config", "draft_up_to"}
+            options = {key: text for key, text in settings.engine_options.items() if key not in drafts}
             settings = settings.model_copy(update={"engine_options": options})
         return engine_of(
             settings,
