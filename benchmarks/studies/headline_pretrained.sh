@@ -56,8 +56,8 @@ if nvidia-smi >/dev/null 2>&1; then
 fi
 if [ ! -f $model/recipe.json ]; then
   [ -d "$smollm2" ] && from=(--model "$smollm2") || from=(--gguf "$smollm2")
-  python3 scripts/warm_start_pretrained.py "${from[@]}" --out $model --steps "${STEPS:-180}" --tokens-per-step "${TOKENS:-10240}" \
-    --characters 2 3 --errors searches 2>&1 | tee "$out/warm_start.txt"
+  python3 scripts/warm_start_pretrained.py "${from[@]}" --out $model --steps "${STEPS:-200}" --tokens-per-step "${TOKENS:-10240}" \
+    --characters 2 3 3 --errors searches 2>&1 | tee "$out/warm_start.txt"
 fi
 say "start model ready"
 timeout -s KILL $((budget - SECONDS - 15)) python3 -m sortedrl compare "$study" --jobs "${JOBS:-14}" --out "$work/study" \
