@@ -48,6 +48,8 @@ def test_learner_seconds_are_those_of_an_update_of_the_configured_size() -> None
         ({"stream": True}, "work per token is not set"),
         ({"share_gpu": True}, "engine and learner take turns"),
         ({"share_gpu": True, "stream": True, "separate_learner": True, "learner_seconds": 5.0}, "no GPU is shared"),
+        ({"weights_gb": 16.0}, "both a size and a bandwidth"),
+        ({"weights_gb": 16.0, "weights_gb_per_second": 8.0, "weight_update_seconds": 1.0}, "give another time"),
     ],
 )
 def test_settings_of_the_learner_that_contradict_each_other_are_refused(flags: dict[str, Any], why: str) -> None:
@@ -75,13 +77,15 @@ def test_engines_that_the_learner_slows_down_between_two_steps_lose_no_token(cap
     assert not caplog.records
 
 
-def test_all_engines_get_new_weights_at_once() -> None:
+def test_a_weight_update_takes_the_time_of_its_bytes() -> None:
+    flags = SimulateSettings(weights_gb=16.0, weights_gb_per_second=8.0)
+    assert simulated_workload(flags).weight_update_seconds == 2.0
     assert simulated_workload(SimulateSettings(weight_update_seconds=3.0)).weight_update_seconds == 3.0
     several = Workload(slots=4, engines=2, prompts=4, weight_update_seconds=2.0)
     alone = replace(several, engines=1)
     schedule = simulated_schedule(SimulateSettings(rollouts_per_update=2))
     waits = [found.wall_seconds - found.seconds for found in (run(several, schedule), run(alone, schedule))]
-    assert waits[0] == pytest.approx(waits[1]) and waits[0] > 0
+    assert waits[0] == pytest.approx(waits[1]) and waits[0] > 0, "all engines get them at once"
 
 
 def test_controllers_meet_at_every_update_and_train_on_everything_once() -> None:

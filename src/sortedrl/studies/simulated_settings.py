@@ -49,10 +49,23 @@ class SimulatedLearnerSettings(BaseModel):
     weight_update_seconds: Annotated[
         float | None, Field(ge=0, description="seconds per weight update; default: as measured by the profile, or 0")
     ] = None
+    weights_gb: Annotated[
+        float | None,
+        Field(gt=0, description="size of the weights in GB: with --weights-gb-per-second, the time of a weight update"),
+    ] = None
+    weights_gb_per_second: Annotated[
+        float | None, Field(gt=0, description="bandwidth from the learner to each engine, all engines at once")
+    ] = None
+
+
+def weight_transfer_seconds(settings: SimulatedLearnerSettings) -> float | None:
+    """As set, or by size and bandwidth."""
+    size, bandwidth = settings.weights_gb, settings.weights_gb_per_second
+    return settings.weight_update_seconds if size is None or bandwidth is None else size / bandwidth
 
 
 def check_learner(settings: SimulatedLearnerSettings) -> None:
-    per_token = settings.learner_seconds_per_token
+    per_token, size = settings.learner_seconds_per_token, settings.weights_gb
     is_set, is_separate = settings.learner_seconds is not None, settings.separate_learner
     rules = (  # key, whether its value is wrong, why, and the fix
         ("learner_seconds", is_set and (per_token or settings.learner_seconds_per_update),
@@ -64,6 +77,10 @@ def check_learner(settings: SimulatedLearnerSettings) -> None:
         ("stream", settings.stream and not (per_token or settings.learner_seconds),
          "the learner's work per token is not set, so there is nothing to do during the harvest",
          "Set --learner-seconds, for example 60."),
+        ("weights_gb", (size is None) != (settings.weights_gb_per_second is None),
+         "it takes both a size and a bandwidth", "Set both, or leave out both."),
+        ("weight_update_seconds", size is not None and settings.weight_update_seconds is not None,
+         "size and bandwidth of the weights give another time", "Leave it out, or leave out --weights-gb."),
     )  # fmt: skip
     for key, is_wrong, why, fix in rules:
         if is_wrong:

@@ -31,6 +31,7 @@ from sortedrl.studies.simulated_settings import (
     check_filter,
     check_learner,
     equal_groups_of,
+    weight_transfer_seconds,
     with_settings_of,
 )
 from sortedrl.studies.workload import Workload, mean_response_tokens
@@ -191,8 +192,8 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
 
     def resolved_weight_update_seconds(self) -> float:
         """As set, or as measured by the profile."""
-        if self.weight_update_seconds is not None:
-            return self.weight_update_seconds
+        if (seconds := weight_transfer_seconds(self)) is not None:
+            return seconds
         profile = _profile(self)
         return (profile.weight_update_seconds if profile is not None else None) or 0.0
 
