@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from small_models import VOCABULARY, engine_of, model_of
-from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Tokens
+from sortedrl.core.engine import Change, Request, RequestFinished, Tokens
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines import generate
 from sortedrl.engines.checked_weights import CheckedWeights, WeightsDiffer
@@ -141,32 +141,6 @@ def test_rounding_of_a_few_unlikely_tokens_is_agreement(nats: float, count: int,
         return
     with pytest.raises(WeightsDiffer, match="nats per token"):
         checked.update_weights(None, 1)
-
-
-@pytest.mark.parametrize("failures", [1, 3])
-def test_a_probe_that_fails_is_sent_again(failures: int) -> None:
-    left = {-2: failures}
-
-    def bend(change: Change) -> list[Change]:
-        if isinstance(change, RequestFinished) and left.get(change.id):
-            left[change.id] -= 1
-            return [RequestFailed(change.id, change.at, "503: the server is starting")]
-        return [change]
-
-    engine, checked = pair(bend)
-    checked.update_weights(None, 1)
-    assert checked.last_difference < 1e-4 and engine.submitted == {-1: 1, -2: 1 + failures, -3: 1, -4: 1}
-
-
-def test_a_probe_that_always_fails_is_given_up_with_its_reason() -> None:
-    def bend(change: Change) -> list[Change]:
-        return [RequestFailed(change.id, change.at, "CUDA error") if isinstance(change, RequestFinished) else change]
-
-    engine, checked = pair(bend)
-    with pytest.raises(WeightsDiffer, match="failed 4 times, most recently because: CUDA error"):
-        checked.update_weights(None, 1)
-    assert max(engine.submitted.values()) == 4
-    assert engine.inner.poll() == [], "nothing of the probes is left in the engine"
 
 
 def test_a_probe_that_is_never_answered_has_a_deadline() -> None:

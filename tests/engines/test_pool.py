@@ -389,16 +389,6 @@ def test_a_lost_member_is_not_sent_to_sleep_and_one_that_dies_then_is_lost(sleep
         getattr(pool, sleep)()
 
 
-@SLEEPS
-def test_sleep_while_requests_run_is_refused(sleep: str) -> None:
-    member = Sleeper(slots=1)
-    pool = pool_of([member])
-    pool.submit(requests(500))
-    with pytest.raises(RuntimeError, match="sleep with 1 request in the engine: abort all first"):
-        getattr(pool, sleep)()
-    assert not member.slept
-
-
 def test_a_member_that_cannot_load_is_lost() -> None:
     members = [PacedEngine(slots=2, cannot_load=1), PacedEngine(slots=2)]
     ledger = Ledger(pool_of(members))

@@ -29,12 +29,10 @@ from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPO
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version, schedule_for
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
 from sortedrl.integrations.trl.run import LateRewards
-from sortedrl.log.file import EventFile
 from sortedrl.log.reading import read_intact
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.timeline import slot_counts
 
 QUICK_MODES = ("on-policy", "partial+elevator")
 OTHER_MODES = ("baseline", "cohort-at-once", "on-policy+planned", "partial", "partial+planned", "partial+lookahead")
@@ -587,17 +585,6 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
     assert Metrics().fold(events_in(tmp_path)).run_metrics().updates == 5
 
 
-def test_a_run_may_be_resumed_with_other_slots(tokenizer: Any, tmp_path: Path) -> None:
-    args = {"save_strategy": "steps", "save_steps": 1}
-    trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=2, **args), slots=8).train()
-    again = trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=3, **args), slots=3)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    log = events_in(tmp_path)
-    assert slot_counts(log) == (8, 3)
-    run_metrics = Metrics().fold(log).run_metrics()
-    assert run_metrics.updates == 3 and 0 <= run_metrics.bubble <= run_metrics.idle <= 1
-
-
 @pytest.mark.parametrize("kind", [GRPOTrainer, SortedGRPOTrainer])
 def test_a_run_resumed_at_its_last_step_ends_where_trl_ends_it(kind: type, tokenizer: Any, tmp_path: Path) -> None:
     """transformers looks at `max_steps` after a step: there is one more, except at the end of an epoch."""
@@ -637,22 +624,6 @@ def test_ctrl_c_in_a_harvest_leaves_a_trainer_that_can_go_on(tokenizer: Any, tmp
     assert [event.update for event in updates_in(tmp_path)] == list(range(8))
 
 
-def test_a_second_run_has_a_log_of_its_own_and_the_first_can_still_be_resumed(tokenizer: Any, tmp_path: Path) -> None:
-    def trainer(seed: int, **args: Any) -> Any:
-        return trainer_for(tmp_path, tokenizer, args=config(tmp_path, seed=seed, **args))
-
-    log, earlier = tmp_path / "events.jsonl", tmp_path / "events.earlier-1.jsonl"
-    saved = {"save_strategy": "steps", "save_steps": 1}
-    trainer(1, max_steps=2, **saved).train()
-    first = log.read_bytes()
-    trainer(2, max_steps=1).train()
-    second = log.read_bytes()
-    assert (earlier.read_bytes(), len(updates_in(tmp_path))) == (first, 1)
-    trainer(1, max_steps=3, **saved).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert log.read_bytes().startswith(first) and [event.update for event in updates_in(tmp_path)] == [0, 1, 2]
-    assert [path.read_bytes() for path in tmp_path.glob("events.earlier*")] == [second]
-
-
 def test_a_strange_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     args = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args)).train()
@@ -678,13 +649,6 @@ def test_a_run_without_an_update_leaves_no_log(tokenizer: Any, tmp_path: Path) -
     train(Recorder())
     assert len(updates_in(tmp_path)) == 1
     assert [path.name for path in tmp_path.glob("events*")] == ["events.jsonl"]
-
-
-def test_the_log_of_a_run_that_is_still_there_is_refused(tokenizer: Any, tmp_path: Path) -> None:
-    log = EventFile.open(tmp_path / "events.jsonl", must_be_new=True)
-    with pytest.raises(ConfigurationError, match="a run is still writing to it"):
-        trainer_for(tmp_path, tokenizer).train()
-    log.close()
 
 
 def test_a_resumed_run_records_what_was_changed(tokenizer: Any, tmp_path: Path) -> None:

@@ -183,44 +183,6 @@ def test_reinforce_in_the_first_cohort() -> None:
     assert advantages("previous_cohorts", initial, torch.arange(3)) == [-1.0, 1.0, 2.0]
 
 
-def cohort_by_length(seed: int, prompts: int, siblings: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards and groups of 512 rollouts, shortest first. Long ones are rarely solved, of the shortest quarter 99 %."""
-    generator = torch.Generator().manual_seed(seed)
-    hardness_b = torch.randn(prompts, generator=generator).repeat_interleave(siblings)
-    log_length_b = hardness_b + 0.3 * torch.randn(len(hardness_b), generator=generator)
-    solved_b = torch.rand(len(hardness_b), generator=generator) < torch.sigmoid(2.0 - 3.0 * log_length_b)
-    order_b = log_length_b.argsort()
-    return solved_b[order_b] * 4.0 - 3.0, torch.arange(prompts).repeat_interleave(siblings)[order_b]
-
-
-@pytest.mark.parametrize("siblings", [1, 8])
-def test_a_cohort_has_the_same_scale_with_and_without_a_predecessor(siblings: int) -> None:
-    """Four batches by length. The scale of a batch is the root mean square of its advantages."""
-    rewards_b, group_b = cohort_by_length(seed=0, prompts=512 // siblings, siblings=siblings)
-    initial_b, _ = cohort_by_length(seed=100, prompts=300, siblings=1)
-    before_b, _ = cohort_by_length(seed=1, prompts=512 // siblings, siblings=siblings)
-    scales = []
-    for statistics in (
-        CohortStatistics(initial=Moments.of(initial_b)),
-        CohortStatistics(seen={0: Moments.of(before_b)}, complete=1),
-    ):
-        found = [
-            reward_advantages(
-                rewards_b[rows],
-                group_b[rows],
-                torch.ones(len(rows)).long(),
-                "reinforce++",
-                "previous_cohorts",
-                statistics,
-            )[0]
-            for rows in torch.arange(512).chunk(4)
-        ]
-        assert max(abs(part.mean().item()) for part in found) < 2.0
-        scales.append([part.square().mean().sqrt().item() for part in found])
-    for first, later in zip(*scales, strict=True):
-        assert later / 1.25 < first < 1.25 * later
-
-
 def test_comparing_siblings_without_siblings_is_an_error() -> None:
     with pytest.raises(ValueError, match="each of the 3 in this update is alone"):
         require_groups(torch.arange(3), "grpo")

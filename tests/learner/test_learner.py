@@ -32,7 +32,6 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.learner.batching import (
     micro_batches,
-    overhead_tokens,
     padded_tokens,
     sorted_micro_batches,
     update_batch,
@@ -563,63 +562,7 @@ def test_micro_batches_are_the_best_cut_of_the_sorted_rollouts(lengths: list[int
     assert cost(found) == min(costs)
 
 
-def test_on_a_gpu_a_small_model_has_few_micro_batches_and_a_large_one_little_padding() -> None:
-    lengths = [100 + 2 * place for place in range(128)]  # 354 tokens for the longest: 45,312 with padding
-
-    def parts(device: str, layers: int, weights: int, budget: int) -> int:
-        overhead = overhead_tokens(device, layers, weights)
-        return len(sorted_micro_batches(range(128), lengths, budget, overhead))
-
-    built_in, eight_billion = (3, 340_000), (32, 8_000_000_000)
-    assert parts("cuda", *built_in, 65_536) == 1
-    assert parts("cuda", *built_in, 16_384) == 3  # the limit counts
-    assert parts("cpu", *built_in, 65_536) > 5
-    assert overhead_tokens("cuda", *eight_billion) == overhead_tokens("cpu", *eight_billion)
-
-
 # --- learning -----------------------------------------------------------------------------------------------
-
-
-def sample(model: PreTrainedModel, prompts: Sequence[int], version: int, length: int = 4) -> list[Rollout]:
-    """Token by token from the model itself; the reward is the share of even tokens."""
-    ids = torch.tensor(prompts)[:, None]
-    logprobs = torch.zeros(len(prompts), 0)
-    with torch.no_grad():
-        for _ in range(length):
-            now = model(input_ids=ids).logits[:, -1].log_softmax(-1)
-            token = torch.multinomial(now.exp(), 1)
-            ids, logprobs = torch.cat([ids, token], 1), torch.cat([logprobs, now.gather(1, token)], 1)
-    groups = sorted(set(prompts))
-    count = len(prompts) // len(groups)
-    numbers = [groups.index(prompt) * count + prompts[:row].count(prompt) for row, prompt in enumerate(prompts)]
-    return [
-        Rollout(
-            id=numbers[row],
-            prompt=Prompt(str(prompt), [prompt]),
-            index_in_group=numbers[row] % count,
-            cohort=version // 2,
-            seed=row,
-            loaded_at_update=version,
-            segments=[Segment(ids[row, 1:].tolist(), logprobs[row].tolist(), version)],
-            reward=(ids[row, 1:] % 2 == 0).float().mean().item(),
-        )
-        for row, prompt in enumerate(prompts)
-    ]
-
-
-@pytest.mark.parametrize("algorithm", ["reinforce++", "grpo", "rloo", "ppo"])
-def test_reward_rises(algorithm: Any) -> None:
-    learner = learner_with(algorithm=algorithm, learning_rate=3e-3, critic_learning_rate=1e-2, warmup_updates=2)
-    torch.manual_seed(0)
-    history = [
-        learner.step(as_batch(sample(learner.model, [3, 4, 5, 6] * 8, version), version, update=version + version % 2))
-        for version in range(25)
-    ]
-    rewards = [metrics["reward_mean"] for metrics in history]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.25
-    if algorithm == "ppo":
-        assert history[1]["explained_variance"] == history[1]["explained_variance/harvest_1"]
-        assert "explained_variance/harvest_0" not in history[1]
 
 
 def rollouts_by_length(seed: int, count: int = 64) -> list[Rollout]:

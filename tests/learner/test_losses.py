@@ -95,16 +95,6 @@ def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorre
     assert torch.allclose(gradient, expected, atol=1e-5)
 
 
-def test_the_example_has_every_case_of_clipping() -> None:
-    new, behavior, proximal, advantages, mask = random_policies()
-    result = loss_of("ppo_clip", "token", new, behavior, proximal, advantages, mask)
-    high, low = result.ratio_bt > 1 + CLIP_HIGH, result.ratio_bt < 1 - CLIP_LOW
-    gains = advantages > 0
-    assert result.clipped_bt[high & gains & mask].all() and (high & gains & mask).any()
-    assert result.clipped_bt[low & ~gains & mask].all() and (low & ~gains & mask).any()
-    assert not result.clipped_bt[(low & gains) | (high & ~gains) | ~mask].any()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("off_policy_correction", CORRECTIONS)
 def test_on_policy_every_treatment_is_the_plain_policy_gradient(

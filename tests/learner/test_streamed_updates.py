@@ -207,26 +207,21 @@ def _same_as_without(learner: Learner, batch: list[Rollout], version: int = 0) -
     return metrics
 
 
-def test_a_gradient_of_rollouts_that_are_not_in_the_batch_is_dropped() -> None:
-    """The harvest was interrupted, and another batch follows."""
-    learner = learner_with(tokens_per_micro_batch=60, algorithm="grpo")
-    learner.accumulate(batch_of(3), 3)
-    assert _same_as_without(learner, batch_of(0))["streamed_fraction"] == 0.0
-
-
-def test_a_gradient_of_another_version_is_dropped() -> None:
-    learner = learner_with(tokens_per_micro_batch=60, algorithm="grpo")
-    batch = batch_of(0)
-    learner.accumulate(in_groups(batch)[0], 0)
-    learner.accumulate(in_groups(batch)[1], 1)
-    assert _same_as_without(learner, batch, 1)["streamed_fraction"] == 0.25
-
-
-def test_a_gradient_for_another_version_than_the_batch_is_dropped() -> None:
+@pytest.mark.parametrize(
+    ("parts", "version", "streamed"),
+    [
+        ([(None, 3)], 0, 0.0),
+        ([(0, 0)], 1, 0.0),
+        ([(0, 0), (1, 1)], 1, 0.25),
+    ],
+)
+def test_a_gradient_that_is_not_of_the_batch_is_dropped(parts: Any, version: int, streamed: float) -> None:
+    """Parts: a group of the batch, or rollouts of another one whose harvest was interrupted; and their version."""
     learner = learner_with(tokens_per_micro_batch=60, algorithm="grpo")
     batch = batch_of(0)
-    learner.accumulate(in_groups(batch)[0], 0)
-    assert _same_as_without(learner, batch, 1)["streamed_fraction"] == 0.0
+    for group, its_version in parts:
+        learner.accumulate(batch_of(3) if group is None else in_groups(batch)[group], its_version)
+    assert _same_as_without(learner, batch, version)["streamed_fraction"] == streamed
 
 
 def test_a_gradient_of_the_weights_before_a_restore_is_dropped() -> None:

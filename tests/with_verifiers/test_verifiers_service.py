@@ -154,14 +154,6 @@ def test_a_turn_that_a_limit_cut_reaches_the_environment_which_gives_the_reward(
     assert scored.detail["parts"]["replies"] == 2.0
 
 
-def test_a_rollout_without_room_for_another_turn_is_scored_as_it_is(game: Game) -> None:
-    rollout = game.rollout(4)
-    game.observed(rollout, "a")
-    game.speak(rollout, "b")
-    assert game.answer(rollout).observation  # which has no room
-    assert game.score(rollout, "max_turns").reward == 0.5
-
-
 def test_a_canceled_rollout_ends_its_episode_and_starts_again(game: Game) -> None:
     rollout = game.rollout(5)
     game.observed(rollout, "a")
@@ -215,25 +207,6 @@ def test_a_failed_episode_is_an_error_with_a_reason_and_its_retry_succeeds(
             game.environments.cancel(0)
             time.sleep(1.0)
         assert retried.observation is not None and "turn 2" in tokenizer.decode(retried.observation)
-
-
-def test_an_observation_that_differs_in_the_replay_is_lost(tokenizer: Any) -> None:
-    with playing(tokenizer, **{"taskset.fault": "differs"}) as game:
-        rollout = game.rollout()
-        game.observed(rollout, "a")
-        game.observed(rollout, "a")
-        game.environments.cancel(0)
-        game.speak(rollout, "a")
-        answer = game.answer(rollout)
-        assert answer.is_lost and answer.error == "the observation of turn 2 differed when it was replayed"
-
-
-def test_a_harness_that_changes_earlier_turns_is_rejected_with_a_reason(tokenizer: Any) -> None:
-    with playing(tokenizer, **{"player.harness.rewrites": True}) as game:
-        rollout = game.rollout()
-        game.speak(rollout, "a")
-        error = game.answer(rollout).error
-        assert error is not None and "does not extend the tokens of the rollout" in error
 
 
 def test_the_prompt_is_what_the_harness_sends(tokenizer: Any) -> None:

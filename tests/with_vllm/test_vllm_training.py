@@ -44,12 +44,6 @@ def test_drafts_are_left_out_in_a_mode_that_they_slow_down(tmp_path: Path, capsy
     assert "starts without speculative_config" in capsys.readouterr().out
 
 
-def test_lora_is_merged_into_the_engine(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    assert main(["train", *SMALL, "--lora-rank", "4", "--updates", "2", "--out", str(tmp_path / "run")]) == 0
-    assert all(line["weight_difference"] < 1e-2 for line in lines(tmp_path / "run") if "weight_difference" in line)
-
-
 @pytest.mark.parametrize("flags", [[], ["--lora-rank", "4"], REUSE], ids=["", "lora", "reuse"])
 def test_rollouts_of_several_turns(tmp_path: Path, flags: list[str]) -> None:
     """A dialogue with environments in worker processes, which answer while vLLM decodes."""
