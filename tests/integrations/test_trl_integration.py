@@ -20,7 +20,7 @@ from small_trl_runs import GROUP, Recorder, config, events_in, model, questions,
 from sortedrl.core import Request, RequestFailed, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineSpec
-from sortedrl.core.events import Event, Rejected, Scored, SettingsChanged, Updated
+from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
@@ -649,20 +649,6 @@ def test_a_run_without_an_update_leaves_no_log(tokenizer: Any, tmp_path: Path) -
     train(Recorder())
     assert len(updates_in(tmp_path)) == 1
     assert [path.name for path in tmp_path.glob("events*")] == ["events.jsonl"]
-
-
-def test_a_resumed_run_records_what_was_changed(tokenizer: Any, tmp_path: Path) -> None:
-    def trainer(**changes: Any) -> Any:
-        rate = changes.pop("learning_rate", 1e-3)
-        args = config(tmp_path, max_steps=2, save_strategy="steps", save_steps=1, learning_rate=rate)
-        return trainer_for(tmp_path, tokenizer, args=args, **changes)
-
-    trainer().train()
-    again = trainer(learning_rate=1e-4, schedule=Schedule(score_wait_seconds=7), max_rejected_fraction=0.25, slots=4)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert [event.changes for event in events_in(tmp_path) if isinstance(event, SettingsChanged)] == [
-        {"learning_rate": [1e-3, 1e-4], "score_wait_seconds": [60.0, 7.0], "max_rejected_fraction": [0.5, 0.25]}
-    ]
 
 
 def test_a_run_is_not_resumed_with_rows_that_changed(tokenizer: Any, tmp_path: Path) -> None:

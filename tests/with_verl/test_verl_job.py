@@ -121,8 +121,6 @@ def test_partial_resumes_and_a_killed_job_goes_on_from_its_checkpoint(data: Path
     after = check_log(folder, updates=4)
     again = [e for e in after if isinstance(e, events.Updated) and e.update >= 2]
     assert len(again) == 2 and not trained & {rollout for event in again for rollout in event.rollouts}
-    changed = next(event.changes for event in after if isinstance(event, events.SettingsChanged))
-    assert changed["trainer.test_freq"][0] == 2 and "trainer.resume_mode" not in changed
     assert max(staleness(after)) <= 4
 
 

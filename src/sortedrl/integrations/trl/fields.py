@@ -86,8 +86,6 @@ CORRECTION_FIELDS = (
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
 )
-# Where a run is, which is not what it does.
-_PLACES = frozenset({"output_dir", "logging_dir", "run_name", "resume_from_checkpoint"})
 
 REFUSED_ARGUMENTS: dict[str, tuple[str, str]] = {
     "rollout_func": ("the scheduler decides what is generated and when", "Pass your own engine as engine=."),
@@ -251,12 +249,6 @@ def tools_need_an_engine_per_rank() -> ConfigurationError:
 
 def _is_set(name: str, value: Any, default: Any) -> bool:
     return default is not dataclasses.MISSING and value != default
-
-
-def plain_settings(args: GRPOConfig) -> dict[str, Any]:
-    """The fields of GRPOConfig, JSON-ready and without secrets, to record what a resumed run has changed."""
-    fields = {key: value for key, value in args.to_dict().items() if key not in _PLACES}
-    return {key: value if isinstance(value, bool | int | float | None) else str(value) for key, value in fields.items()}
 
 
 def optimizer_steps_per_update(args: GRPOConfig) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -128,8 +128,7 @@ class LateRewards:
 
 
 class ScheduledRun:
-    """See the module's docstring. `saved` is the state that an earlier run wrote down, to go on from; `settings` are
-    compared with those in it."""
+    """See the module's docstring. `saved` is the state that an earlier run wrote down, to go on from."""
 
     def __init__(
         self,
@@ -142,7 +141,6 @@ class ScheduledRun:
         updates: int,
         log_path: Path,
         max_rejected_fraction: float,
-        settings: Mapping[str, Any],
         score_group: Score,
         environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
@@ -180,7 +178,6 @@ class ScheduledRun:
             log_path,
             saved=None if saved is None else saved["controller"],
             folds=self._log.sinks,
-            settings=settings,
         )
         self._batches: Iterator[Batch] = iter(self.controller)
 

@@ -32,7 +32,6 @@ import inspect
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,14 +153,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         is_here = self._ranks.rank == 0 or not self._is_shared
         self._engine = TrainerEngine(engine, lambda: self.model, spec, self.schedule, self._sampling, is_here=is_here)
         self._max_rejected_fraction = max_rejected_fraction
-        self._own_settings = {
-            "engine": engine if isinstance(engine, str) else getattr(engine, "__name__", type(engine).__name__),
-            "reuse_kv_cache": reuse_kv_cache,
-            "off_policy_correction": off_policy_correction,
-            "tool_threads": tool_threads,
-            "tool_limit_seconds": tool_limit_seconds,
-            "max_rejected_fraction": max_rejected_fraction,
-        }
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
@@ -214,7 +205,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             updates=-(-self.state.max_steps // fields.optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
             max_rejected_fraction=self._max_rejected_fraction,
-            settings=fields.plain_settings(self.args) | asdict(self.schedule) | self._own_settings,
             score_group=partial(score_group, self),
             environments=None if self.tool_use is None else self.tool_use.new_environments(),
             saved=saved,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,6 @@ SCHEDULE_KEYS = (
 )
 OWN_KEYS = ("slots", "folder", "max_rejected_fraction")
 COHORT_UPDATES = 4  # the paper's n: a cohort is this many updates unless set
-# Where a run is, which is not what it does; slots have an event of their own.
-PLACES = frozenset(
-    {
-        "trainer.default_local_dir",
-        "trainer.resume_mode",
-        "trainer.resume_from_path",
-        f"{PREFIX}.folder",
-        f"{PREFIX}.slots",
-    }
-)
 ESTIMATORS_WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 # Settings of verl that the scheduler does not support: the values that are fine, why others are not, what to do.
 FIXED: dict[str, tuple[Container[object], str, str]] = {
@@ -144,20 +134,6 @@ def slots_of(settings: Settings, of_servers: int) -> int:
     if notice := too_many_slots(settings.slots, needed):
         _log.warning("%s.slots: %s", PREFIX, notice)
     return settings.slots
-
-
-def plain_settings(config: Any) -> dict[str, Any]:
-    """All leaves of the configuration by their dotted names, to record what a resumed run has changed."""
-
-    def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if not isinstance(value, dict) or not value:
-            yield name[1:], value if isinstance(value, bool | int | float | None) else str(value)
-            return
-        for key, part in value.items():
-            yield from leaves(f"{name}.{key}", part)
-
-    found = leaves("", OmegaConf.to_container(config, resolve=True))
-    return {key: value for key, value in found if key not in PLACES}
 
 
 def schedule_of(config: Any, given: Mapping[str, Any]) -> Schedule:

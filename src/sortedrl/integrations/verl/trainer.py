@@ -49,7 +49,7 @@ from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.group_metric import keeps_unequal
 from sortedrl.integrations.verl.prompts import DatasetPrompts
 from sortedrl.integrations.verl.pump import Pump
-from sortedrl.integrations.verl.settings import Settings, plain_settings, settings_of, slots_of
+from sortedrl.integrations.verl.settings import Settings, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.integrations.verl.weight_check import MOST_OTHERS, Fresh, OtherRollouts, check_weights, fresh_responses
 from sortedrl.log.atomic_write import write_atomically
@@ -383,7 +383,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
             self.sortedrl.folder,
             saved=None if self._restored is None else self._restored["controller"],
             folds=log.sinks,
-            settings=plain_settings(self.config),
         )
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=self.sortedrl.max_rejected_fraction, log=_logger.warning
