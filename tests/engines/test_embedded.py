@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -22,7 +22,6 @@ from sortedrl.core.engine import Engine, EngineDied, EngineSpec, Request, Sampli
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
-from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
 from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, _mixed, seed_key
@@ -184,32 +183,6 @@ def test_long_contexts_grow_the_cache_and_stay_exact() -> None:
         assert alone.logprobs(asked.id) == together.logprobs(asked.id)
     longest = together.logprobs(4)
     assert longest == pytest.approx(reference_logprobs(model, requests[4], together.tokens(4)), abs=1e-4)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, VOCABULARY - 1), min_size=2, max_size=80), st.integers(0, 15))
-def test_prefilled_keys_are_those_of_the_steps(tokens: list[int], row: int) -> None:
-    model = TestContract.model
-    stepped, filled = (SlotDecoder(model, slots=16, max_length=128) for _ in range(2))
-    for position, token in enumerate(tokens[:-1]):
-        stepped.begin([RowStart(row, token, position, 0, 0, 1.0, 1.0)])
-        stepped.step([position + 1] * (row + 1), cut=False)
-    filled.prefill([row], [tokens[:-1]])
-    length = len(tokens) - 1
-    for stored in ("keys", "values"):
-        for layer in range(2):
-            ours, theirs = (getattr(d.cache, stored)[layer][row, :, :length] for d in (filled, stepped))
-            assert torch.equal(ours, theirs)
-
-
-def test_a_row_that_was_left_stands_still() -> None:
-    """Else it would run out of its part of the cache into a neighbor's."""
-    decoder = SlotDecoder(TestContract.model, slots=16, max_length=64)
-    decoder.begin([RowStart(row, 1, 10 + row, 0, row, 1.0, 1.0) for row in range(4)])
-    decoder.move({3: 1, 1: 2}, longest=14)
-    decoder.clear([0])
-    decoder.step([0, 14, 12], cut=False)
-    assert decoder._positions[:5].tolist() == [0, 14, 12, 0, 0]
 
 
 def test_waiting_for_company_before_a_prefill_changes_no_token() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,24 +192,6 @@ def test_a_pool_that_cannot_start_leaves_no_actor_behind(one_node: None, tmp_pat
         RayPool(one_fails, engines=3, num_cpus=1)
     wait_until_they_end(started_in(tmp_path))
     assert error.tb, "held until here, as in a notebook: nothing that it refers to is collected"
-
-
-def test_an_interrupted_start_leaves_no_actor_behind(one_node: None, tmp_path: Path) -> None:
-    def loads_a_long_time() -> Engine:
-        (tmp_path / str(os.getpid())).touch()
-        time.sleep(300)
-        return make_engine()
-
-    def interrupt_when_started() -> None:
-        while not started_in(tmp_path):
-            time.sleep(0.1)
-        signal.raise_signal(signal.SIGINT)  # to the main thread
-
-    threading.Thread(target=interrupt_when_started, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt) as error:
-        RayEngine(loads_a_long_time, num_cpus=1)
-    wait_until_they_end(started_in(tmp_path))
-    assert error.tb, "held until here"
 
 
 def test_an_engine_that_does_not_fit_the_pool_leaves_no_actor_behind(one_node: None, tmp_path: Path) -> None:

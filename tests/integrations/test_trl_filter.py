@@ -21,7 +21,6 @@ from small_trl_runs import GROUP, config, events_in, model, questions, trainer_f
 from sortedrl.core import RequestFailed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Regenerated, Rejected, Scored
-from sortedrl.core.group_filter import TooManyFiltered
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
@@ -243,16 +242,6 @@ def test_many_filtered_groups_do_not_use_up_the_data(mode: str, tokenizer: Any, 
     assert [len(update.rollouts) for update in updates_in(tmp_path)] == [8]
     assert {event.reason for event in log if isinstance(event, Filtered)} == {f"{__name__}:every_tenth"}
     assert sum(isinstance(event, Filtered) for event in log) > 12
-
-
-def test_rewards_that_tell_nothing_apart_end_the_run_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
-    args = config(tmp_path, max_completion_length=8)
-    trainer = trainer_for(
-        tmp_path, tokenizer, args=args, schedule=Schedule(filter_groups="equal_rewards"),
-        reward_funcs=lambda completions, **columns: [0.5] * GROUP,
-    )  # fmt: skip
-    with pytest.raises(TooManyFiltered, match="32 of the last 32 rollouts"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("kind", ["reward", "log_extra"])

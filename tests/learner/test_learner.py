@@ -632,33 +632,6 @@ def test_the_constant_of_a_run_is_that_of_its_schedule() -> None:
     assert learner_settings_of(settings).normalizer_tokens == 32 * 200
 
 
-def other_value(name: str) -> Any:
-    """An allowed value of a setting that is not its default."""
-    default = LearnerSettings.model_fields[name].default
-    named = {
-        **{"algorithm": "rloo", "advantage_baseline": "group", "off_policy_correction": "mask"},
-        **{"ratio_level": "sequence", "aggregation": "token_mean", "truncated_rollouts": "masked"},
-        **{"clip_low": 0.5, "gamma": 0.5, "gae_lambda": 0.5},
-    }
-    if name in named:
-        return named[name]
-    return not default if isinstance(default, bool) else default + 1
-
-
-NEEDED = {  # beside a setting
-    "recompute_above_tokens": {"gradient_checkpointing": True},
-}
-
-
-@pytest.mark.parametrize("name", LearnerFlags.model_fields)
-def test_what_train_is_given_reaches_the_learner(name: str) -> None:
-    given = {name: other_value(name), **NEEDED.get(name, {})}
-    settings = TrainSettings(**given)
-    settings.check()
-    assert given[name] != getattr(TrainSettings(), name)
-    assert getattr(learner_settings_of(settings), name) == given[name]
-
-
 def test_only_what_follows_from_schedule_and_sampling_cannot_be_set_in_train() -> None:
     derived = {"normalizer_tokens", "temperature", "top_p", "bf16"}
     assert LearnerSettings.model_fields.keys() - LearnerFlags.model_fields.keys() == derived

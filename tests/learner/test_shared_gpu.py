@@ -56,19 +56,6 @@ def test_micro_batches_leave_the_scope_when_the_harvest_ends() -> None:
     assert metrics["streamed_fraction"] == 9 / 12
 
 
-def test_the_update_is_that_of_a_plain_step() -> None:
-    batch = batch_of(0)
-    plain, shared = learner_with(**TINY_PARTS), learner_with(**TINY_PARTS)
-    streamed = SharedGpuLearner(shared, contextlib.nullcontext)
-    for part in (batch[6:9], batch[:6]):
-        streamed.start(part, 0)
-        streamed.wait()
-    plain.step(as_batch(batch, 0))
-    shared.step(as_batch(batch, 0))
-    for (name, a), (_, b) in zip(plain.weights(), shared.weights(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
-
-
 def test_a_part_that_ended_during_the_harvest_does_not_limit_the_step() -> None:
     learner, scope, batch = learner_with(**TINY_PARTS), NotedScope(), batch_of(0)
     scope.engine_stopped.set()

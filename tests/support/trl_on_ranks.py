@@ -39,12 +39,6 @@ class Faulty(EmbeddedEngine):
             fail(self.fault)
         return super().poll(until)
 
-    def update_weights(self, weights: Any, version: int) -> None:
-        if self.fault == "old_weights" and version:
-            note_failure()
-            weights = [] if weights is None else [(name, weight * 0.5) for name, weight in weights]
-        super().update_weights(weights, version)
-
 
 def note_failure() -> None:
     Path(FOLDER, "failed-at").write_text(str(time.time()))
@@ -54,10 +48,9 @@ def fail(fault: str) -> None:
     if fault == "engine":
         note_failure()
         raise EngineDied("the server does not answer")
-    if fault in ("SIGINT", "SIGKILL", "SIGTERM"):
+    if fault == "SIGKILL":
         note_failure()
-        os.kill(os.getpid(), getattr(signal, fault))
-        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(

@@ -21,7 +21,6 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.timeline import slot_counts
 from sortedrl.settings.base import as_json
 from sortedrl.training.build import OutOfMemory
-from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.settings import TrainSettings
 from sortedrl.training.trainer import train
 from toy_runs import SMALL, SMALL_TRAINING, flags, metrics_of
@@ -109,21 +108,6 @@ def test_a_run_whose_engine_is_out_of_memory_is_not_blamed_on_the_learner(
     for error in (lines := capsys.readouterr().err.splitlines()):
         assert error.startswith("sortedrl: the embedded engine ran out of memory (CUDA out of memory. Tried to ")
     assert len(lines) == 2 and lines[1].endswith(f"sortedrl train --resume {tmp_path / 'run'}")
-
-
-def test_a_run_may_be_resumed_with_other_servers(tmp_path: Path) -> None:
-    """A cluster gives a restarted server another address, and not always as many servers."""
-    folder = RunFolder(tmp_path / "run")
-    before: dict[str, Any] = {"engine": "vllm-server", "engine_urls": ("http://a:8000", "http://b:8000")}
-    folder.create(TrainSettings(**before), print)
-    folder.close()
-    again, lines = RunFolder(folder.path), list[str]()
-    again.open_to_resume(
-        TrainSettings(**before | {"engine_urls": ("http://c:8001",), "slots": 16, "resume": folder.path}), lines.append
-    )
-    again.close()
-    urls = "['http://a:8000', 'http://b:8000'] -> ['http://c:8001']"
-    assert lines == [f"changed settings: engine_urls: {urls}, slots: 64 -> 16"]
 
 
 @pytest.mark.parametrize("mode", ["partial+elevator", "baseline"])

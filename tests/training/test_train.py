@@ -194,12 +194,7 @@ def test_a_run_of_an_older_version_can_be_resumed(model: Path, tmp_path: Path) -
 
 
 BAD_INPUT = {
-    "no such model": (["--model", "/nowhere/model"], ["model = '/nowhere/model'"]),
-    "no such task": (["--task", "nights_and_knaves"], ["task", "nights_and_knaves"]),
-    "no such module": (["--task", "not.there:Task"], ["task", "not"]),
-    "mode that cannot bound": (["--mode", "on-policy", "--max-staleness", "2"], ["max_staleness = 2"]),
     "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
-    "cohort too small": (["--prompts-per-cohort", "2"], ["prompts_per_cohort = 2", "16"]),
     "a folder that cannot be": (["--out", "/proc/run"], ["out = '/proc/run'", "cannot be made"]),
     "longer than the model": (
         ["--max-response-tokens", "5000"],

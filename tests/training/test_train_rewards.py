@@ -32,54 +32,6 @@ def ran(*command: str) -> Done:
     return forked.run(command)
 
 
-RAISES = """
-from sortedrl.tasks.task import Problem
-
-
-class Task:
-    def train(self):
-        {train}
-        return [Problem("a", "x", None)]
-
-    held_out = train
-
-    def {score}
-
-
-class Bad:
-    def __init__(self):
-        self.answers = {{}}["answers"]
-"""
-SCORES = "score(self, problem, response): return 0.0"
-
-
-@pytest.mark.parametrize(
-    ("name", "train", "score", "expected"),
-    [
-        ("Bad", "", SCORES, "KeyError: 'answers' (FILE:17)"),
-        ("Task", "self.data.read()", SCORES, "AttributeError: 'Task' object has no attribute 'data' (FILE:7)"),
-        ("Task", "", "environment(self): return self.rooms[0]", "has no attribute 'rooms' (FILE:12)"),
-    ],
-)
-def test_a_task_that_raises_is_one_line_with_the_place(
-    name: str,
-    train: str,
-    score: str,
-    expected: str,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / f"raising_task_{abs(hash(expected))}.py"
-    file.write_text(RAISES.format(train=train or "pass", score=score))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(words("eval", model, f"{file.stem}:{name}")) == 2
-    error = capsys.readouterr().err
-    assert expected.replace("FILE", str(file)) in error and "set by flag --task" in error
-    assert len(error.splitlines()) == 1
-
-
 def options(fault: str, every: int = 1) -> list[str]:
     return ["--task-options", "fault", fault, "every", str(every)]
 
