@@ -382,17 +382,17 @@ def test_weights_that_were_forgotten_are_an_error(wrapped: Callable[[HttpEngine]
 def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [stand_in() for _ in range(3)]
     pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])
-    files = []
+    folders = []
 
-    def write(weights: Any, file: Path) -> None:
-        files.append(file)
-        write_weights(weights, file)
+    def write(weights: Any, folder: Path) -> None:
+        folders.append(folder)
+        write_weights(weights, folder)
 
     monkeypatch.setattr(weight_files, "write_weights", write)
     learner = llama(seed=9)
     pool.update_weights(learner.state_dict(), 4)
     pool.close()
-    assert len(files) == 1 and list(tmp_path.iterdir()) == []
+    assert len(folders) == 1 and list(tmp_path.iterdir()) == []
     for server in servers:
         assert server.calls == ["pause", "update 4", "continue"]
         assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
@@ -400,7 +400,7 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
 
 def test_a_pool_takes_a_folder_as_a_single_server_does(tmp_path: Path) -> None:
     server, learner = stand_in(), llama(seed=9)
-    write_weights(learner.state_dict(), tmp_path / "model.safetensors")
+    write_weights(learner.state_dict(), tmp_path)
     pool = ServerPool([engine_at(server, slots=2)])
     pool.update_weights(tmp_path, 4)
     pool.close()
@@ -417,14 +417,25 @@ def test_several_servers_share_all_slots() -> None:
         bare_engine(BenchSettings(engine="sglang", engine_urls=urls, slots=2), "built-in", max_length=64)
 
 
-def test_tied_weights_are_written_under_both_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bytes_per_file", "files"), [(2**28, 1), (16, 6)])
+def test_weights_are_written_with_their_types_and_a_tied_output_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_per_file: int, files: int
+) -> None:
+    """The larger item of `norm` comes first in a file, or safetensors could not map it."""
     from safetensors.torch import load_file
 
-    embedding = torch.ones(3, 2)
-    write_weights([("model.embed_tokens.weight", embedding), ("norm", torch.zeros(2))], tmp_path / "w.safetensors")
-    written = load_file(tmp_path / "w.safetensors")
-    assert torch.equal(written["lm_head.weight"], embedding) and len(written) == 3
-    assert [file.name for file in tmp_path.iterdir()] == ["w.safetensors"]
+    monkeypatch.setattr(weight_files, "_FILE_BYTES", bytes_per_file)
+    embedding = torch.rand(6, 3).bfloat16().T  # not contiguous
+    given = {"model.embed_tokens.weight": embedding, "bias": torch.ones(1).half(), "norm": torch.rand(2)}
+    write_weights([*given.items(), ("step", torch.tensor(7)), ("none", torch.zeros(0, 2))], tmp_path)
+    written: dict[str, torch.Tensor] = {}
+    for file in tmp_path.iterdir():
+        written |= load_file(file)
+    assert len(list(tmp_path.iterdir())) == files
+    expected = {**given, "lm_head.weight": embedding, "step": torch.tensor(7), "none": torch.zeros(0, 2)}
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ the lock: the same user's next weight update in the same place removes all unloc
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,12 @@ from sortedrl.engines.output_layer import with_output_layer
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sortedrl-weights-"
 _UNNAMED_PREFIX = ".sortedrl-new-"  # of folders that are not locked yet, and empty
+_MOST_FILES = 8
+_FILE_BYTES = 2**28  # larger weights are written as several files
+_BUFFER_BYTES = 2**26
+_FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3"}
+_OTHERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
+_DTYPES = {f"torch.{dtype}": name for dtype, name in (_FLOATS | _OTHERS).items()}  # as safetensors spells them
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -51,9 +59,9 @@ class WeightFiles:
                 lock = os.open(folder, _FOLDER)
                 _take(lock)
                 folder = folder.rename(folder.with_name(f"{_PREFIX}{version}-{folder.name[len(_UNNAMED_PREFIX) :]}"))
-                file = folder / "model.safetensors"
-                write_weights(weights, file)
-                file.chmod(0o644 if self.readable_by_all else 0o600)
+                write_weights(weights, folder)
+                for file in folder.iterdir():
+                    file.chmod(0o644 if self.readable_by_all else 0o600)
                 folder.chmod(0o755 if self.readable_by_all else 0o700)
             except OSError as error:
                 why = f"cannot write the weights of version {version} ({error})"
@@ -88,20 +96,50 @@ def _take(lock: int) -> bool:
     return True
 
 
-def write_weights(weights: Weights, file: Path) -> None:
-    """Write the file atomically (write, then rename), with a tied output layer. Raises OSError."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+def write_weights(weights: Weights, folder: Path) -> None:
+    """Write the weights, with a tied output layer, as safetensors files. Raises OSError.
 
-    named = dict(with_output_layer(weights))
-    seen: set[int] = set()
-    for name, tensor in named.items():
-        tensor = tensor.detach().contiguous()
-        named[name] = tensor.clone() if tensor.data_ptr() in seen else tensor  # safetensors cannot store shared tensors
-        seen.add(tensor.data_ptr())
-    partial = file.with_suffix(".partial")
-    try:
-        save_file(named, partial)
-    except SafetensorError as error:  # also for a full disk
-        raise OSError(str(error)) from error
-    partial.rename(file)
+    Writes to one file wait for each other, so large weights go to several at the same time.
+    """
+    import torch
+
+    named = {name: tensor.detach().contiguous() for name, tensor in with_output_layer(weights)}
+    if any(tensor.is_cuda for tensor in named.values()):
+        torch.cuda.synchronize()  # other threads read them
+    count = min(_MOST_FILES, 1 + sum(tensor.nbytes for tensor in named.values()) // _FILE_BYTES)
+    files: list[dict[str, Any]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(named, key=lambda name: -named[name].itemsize):  # an offset is a multiple of the item's size
+        smallest = sizes.index(min(sizes))
+        files[smallest][name] = named[name]
+        sizes[smallest] += named[name].nbytes
+    parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(_write_file, (folder / f"model{part}.safetensors" for part in parts), files))
+
+
+def _write_file(file: Path, weights: Mapping[str, Any]) -> None:
+    header, end = {}, 0
+    for name, tensor in weights.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with file.open("wb") as out:
+        out.write(len(head).to_bytes(8, "little") + head)
+        for part in _in_host_memory(weights.values()):
+            out.write(part)
+
+
+def _in_host_memory(tensors: Iterable[Any]) -> Iterator[Any]:
+    """The bytes of the weights in turn. Those on a GPU pass through one pinned buffer, valid until the next part."""
+    import torch
+
+    buffer: Any = None
+    for tensor in tensors:
+        content = tensor.reshape(-1).view(torch.uint8)
+        for part in content.split(_BUFFER_BYTES) if content.is_cuda else [content]:
+            if part.is_cuda:
+                buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) if buffer is None else buffer
+                part = buffer[: len(part)].copy_(part)
+            yield part.numpy()
