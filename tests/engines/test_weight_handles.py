@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from sortedrl.engines.output_layer import with_output_layer
-from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
+from sortedrl.engines.servers.weight_handles import WeightHandles, _in_own_storage, are_on_one_gpu, exported
 from weight_handles import fabricated
 
 
@@ -27,6 +27,15 @@ def test_weights_on_a_cpu_or_on_two_devices_go_through_a_file() -> None:
 def test_without_cuda_nothing_is_exported() -> None:
     with pytest.raises((RuntimeError, AssertionError)), exported({"a": torch.zeros(2)}):
         pass
+
+
+def test_what_is_exported_is_the_same_memory_in_another_storage() -> None:
+    """Torch marks a storage that it exports: a parameter's would keep the mark until the process ends."""
+    base = torch.arange(24.0).view(4, 6)
+    for tensor in (base, base[1:3, 2:], base.T, torch.ones((), dtype=torch.bfloat16)):
+        own = _in_own_storage(tensor)
+        assert torch.equal(own, tensor) and own.data_ptr() == tensor.data_ptr() and own.stride() == tensor.stride()
+        assert own.untyped_storage()._cdata != tensor.untyped_storage()._cdata
 
 
 def test_a_tied_output_layer_is_exported_under_its_own_name() -> None:

@@ -76,11 +76,23 @@ def exported(weights: Mapping[str, Any]) -> Iterator[WeightHandles]:
     import torch
     from torch.multiprocessing.reductions import reduce_tensor
 
-    tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+    tensors = {name: _in_own_storage(tensor.detach().contiguous()) for name, tensor in weights.items()}
     device = next(iter(tensors.values())).device
     torch.cuda.synchronize(device)  # the optimizer's last step may still run
     handles = [reduce_tensor(tensor)[1] for tensor in tensors.values()]  # type: ignore[no-untyped-call]
     try:
         yield WeightHandles(tensors, handles, gpu=str(torch.cuda.get_device_properties(device).uuid))
     finally:
+        tensors.clear()
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def _in_own_storage(tensor: Any) -> Any:
+    """The same memory in another storage. Torch marks the storage that it exports until that is freed: a parameter's
+    would gain one mark per weight update, and the process would end with a warning about tensors in use elsewhere."""
+    import torch
+
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage = torch.from_dlpack(whole).untyped_storage()  # type: ignore[attr-defined]
+    place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
