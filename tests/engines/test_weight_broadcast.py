@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from sortedrl.engines.servers.base import ServerPool
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, Receiver, WeightBroadcast, _both
 from sortedrl.engines.servers.weight_handles import described
+from weight_handles import fabricated
 
 
 def test_the_server_is_told_every_weight_in_order() -> None:
@@ -155,12 +157,15 @@ def test_an_error_of_one_server_is_one_of_all_and_the_next_group_is_new(route: s
     assert broadcast(group, servers[:1], waits_for=1) == [None]
 
 
-def test_a_pool_of_servers_gets_its_weights_in_one_broadcast(
-    opened: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("backend", "groups", "exports"), [("nccl", [4], 0), ("ipc", [], 4)])
+def test_a_pool_of_servers_gets_its_weights_in_one_broadcast_or_each_its_own_handles(
+    backend: str, groups: list[int], exports: int, opened: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Torch counts the readers of a handle, one: two would end below 0, and the memory would never count as free."""
     monkeypatch.setattr(vllm_server, "can_broadcast", lambda: True)
     monkeypatch.setattr(server_base, "are_on_one_gpu", lambda weights: True)
-    loop, told = ServerLoop(), Counter[str]()
+    monkeypatch.setattr(server_base, "exported", lambda weights: (made.append(1), nullcontext(fabricated()))[1])
+    loop, told, made = ServerLoop(), Counter[str](), list[int]()
     servers = [NastyServer("vllm", loop.loop) for _ in range(2)]
 
     def answer(path: str, body: dict[str, Any]) -> Callable[[], Awaitable[web.Response]]:
@@ -172,14 +177,15 @@ def test_a_pool_of_servers_gets_its_weights_in_one_broadcast(
 
     for workers, server in enumerate(servers, start=1):
         config = server.answers()["/server_info"]["vllm_config"]
-        config |= {"weight_transfer_config": {"backend": "nccl"}, "parallel_config": {"tensor_parallel_size": workers}}
+        config |= {"weight_transfer_config": {"backend": backend}, "parallel_config": {"tensor_parallel_size": workers}}
         server.routes |= {path: answer(path, {}) for path in (INIT, *ROUND)}
-        server.routes["/server_info"] = answer("/server_info", {"vllm_config": config})
+        env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": True}
+        server.routes["/server_info"] = answer("/server_info", {"vllm_config": config, "vllm_env": env})
     pool = ServerPool([VllmServerEngine(server.url, slots=2, eos_token_ids=[1]) for server in servers])
     for version in (1, 2):
         pool.update_weights({"a": torch.zeros(2)}, version)
-    assert opened == [4] and not pool.lost
-    assert told == {"/server_info": 2, INIT: 2, **dict.fromkeys(ROUND, 4)}
+    assert opened == groups and len(made) == exports and not pool.lost
+    assert told == {"/server_info": 2, INIT: exports or 2, **dict.fromkeys(ROUND, 4)}
     assert all(server.weights.endswith("version-2") for server in servers)
     pool.close()
     for server in servers:

@@ -168,7 +168,7 @@ class HttpEngine(ServerStreams, EngineBase):
     def update_weights(self, weights: Weights | Path | WeightBroadcast | None, version: int) -> None:
         """Send the weights under their Hugging Face names. If the update fails, the engine is dead.
 
-        A path is a folder with `model.safetensors`. None: only the version has changed; the KV cache is cleared anyway,
+        A path is a folder with `*.safetensors`. None: only the version has changed; the KV cache is cleared anyway,
         so that a benchmark pays for resumes as a run does. A pool may pass a broadcast to all of its servers.
         """
         self._raise_if_dead()
@@ -358,7 +358,7 @@ class HttpEngine(ServerStreams, EngineBase):
 
 class ServerPool(Pool):
     """A pool of servers that share one `weights_folder`: weights are written once for all of them, or broadcast once if
-    all can take that. No handles: a pool's servers have a GPU each.
+    all can take that. If all take handles, they are on the learner's GPU, and each gets handles of its own.
     """
 
     def __init__(self, engines: Sequence[HttpEngine]) -> None:
@@ -371,9 +371,11 @@ class ServerPool(Pool):
             super().update_weights(weights, version)
             return
         named = dict(with_output_layer(weights))
-        engines = [member.engine for member in self._present()]
-        if are_on_one_gpu(named) and all(isinstance(e, HttpEngine) and e.takes_broadcasts for e in engines):
+        engines, is_on_gpu = [member.engine for member in self._present()], are_on_one_gpu(named)
+        if is_on_gpu and all(isinstance(e, HttpEngine) and e.takes_handles for e in engines):
+            super().update_weights(named, version)
+        elif is_on_gpu and all(isinstance(e, HttpEngine) and e.takes_broadcasts for e in engines):
             super().update_weights(WeightBroadcast(named, self._broadcast_group, servers=len(engines)), version)
-            return
-        with self._weight_files.written(named, version) as folder:
-            super().update_weights(folder, version)
+        else:
+            with self._weight_files.written(named, version) as folder:
+                super().update_weights(folder, version)

@@ -190,7 +190,8 @@ class SglangEngine(HttpEngine):
             if isinstance(source, WeightHandles):
                 path, update["serialized_named_tensors"] = "/update_weights_from_tensor", [source.for_sglang()]
             else:
-                path, update["model_path"] = "/update_weights_from_disk", str(source)
+                path = "/update_weights_from_disk"
+                update |= {"model_path": str(source), "load_format": "auto"}  # the server may have started with "dummy"
             answer = await self.call("POST", path, body=update, seconds=WEIGHT_UPDATE_SECONDS)
             if answer["success"] is not True:
                 raise Refused(400, reason_of(answer))
