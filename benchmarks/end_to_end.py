@@ -1,4 +1,4 @@
-"""Updates per hour with the learner in it: vLLM in this process and the real learner, both on one GPU.
+"""Updates per hour with the learner in it: vLLM in this process, or an SGLang server, and the real learner on one GPU.
 
     benchmarks/end_to_end.sh 8b OUT                                         see there for the modes and their order
     python benchmarks/end_to_end.py --shape tiny --modes baseline partial+elevator:reuse --updates 4 --out OUT
@@ -19,7 +19,9 @@ mode is not counted. A mode that fails is recorded with its error, and the next 
 Every row is printed and appended to OUT/end_to_end.jsonl as soon as it exists. The simulator's prediction for each mode
 is written before the mode runs. It comes from a profile of the engine and a speed of the learner: from earlier
 measurements (`--profile`, `--learner-tokens-per-second`), or measured at the start of this command (`--calibrate`).
-update_rows.py defines the parts of an update. It knows of no --drafts.
+update_rows.py defines the parts of an update. It knows of no --drafts. With `--sglang-url` the engine is a server that
+starts meanwhile; it gets its weights by CUDA IPC, and at the end `--file-updates` times through files, with the seconds
+of each part.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ import resource
 import sys
 import time
 import traceback
+import urllib.request
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,7 @@ from sortedrl.engines.equal_groups import simulated_reward
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.kv_cache_reuse import KVCacheReuse
 from sortedrl.engines.lengths import LognormalLengths, length_of_request
+from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
@@ -98,6 +102,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafts", type=float, help="of an EAGLE-3 head: mean tokens per request and step, on a GPU")
     parser.add_argument("--filtered", type=float, default=0.0, help="fraction of the groups whose rewards are equal")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sglang-url", metavar="URL", help="of a server that is starting, instead of vLLM")
+    parser.add_argument("--file-updates", type=int, default=0, help="after all modes, with --sglang-url")
     parser.add_argument("--out", type=Path, default=Path("h200"))
     return parser.parse_args()
 
@@ -135,6 +141,7 @@ class Bench:
         self._shared: SharedGpuLearner | None = None
         self._controller: Controller | None = None  # of the last mode
         self._slept = 0.0  # seconds that going to sleep took, in all
+        self.vocabulary = int(self.config.vocab_size)
 
     def write(self, kind: str, **fields: Any) -> None:
         line = {"kind": kind, "shape": self.options.shape, "at": round(time.perf_counter() - self.began, 1), **fields}
@@ -152,27 +159,16 @@ class Bench:
         memory = memory_arithmetic(self.config, weights, shape)
         self.log(f"{weights / 1e9:.2f} billion weights; GiB: " + ", ".join(f"{k} {v:.1f}" for k, v in memory.items()))
         self.write("start", machine=machine(), settings=_as_json(vars(self.options)), memory=memory)
-        self.engine = VllmEngine(
-            self.folder,
-            slots=shape.slots,
-            eos_token_ids=(),
-            max_length=self.max_length,
-            enable_sleep_mode=self.enable_sleep_mode,
-            load_format="dummy",
-            dtype="bfloat16" if self.on_gpu else "float32",
-            max_num_batched_tokens=shape.prefill_tokens_per_step,
-            kv_cache_memory_bytes=int(shape.kv_gib * GIB),
-            **({"gpu_memory_utilization": 0.5} if self.on_gpu else {"enforce_eager": True}),
-            **({} if self.options.drafts is None else {"speculative_config": self._drafts(self.options.drafts)}),
-        )
-        self.log(f"engine started, room for {self.engine.info().kv_tokens:,} tokens of KV; {self.memory()}")
-        if self.enable_sleep_mode and self.on_gpu:  # now that vLLM has its memory: else the learner's leaves gaps
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        self.engine = self._server() if self.options.sglang_url else self._vllm()
+        self.log(f"engine started, room for {self.engine.info().kv_tokens} tokens of KV; {self.memory()}")
         torch.manual_seed(self.options.seed)
         with torch.device("cuda" if self.on_gpu else "cpu"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 self.config, dtype=torch.bfloat16 if self.on_gpu else torch.float32
             )
+        if self.on_gpu and (self.enable_sleep_mode or self.options.sglang_url):
+            # Only now: vLLM's sleep mode and CUDA IPC cannot do with it, and without it the learner's memory has gaps.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         settings = LearnerSettings(
             algorithm="grpo",
             normalizer_tokens=shape.rollouts_per_update * shape.max_response_tokens,
@@ -183,16 +179,59 @@ class Bench:
             bf16=self.on_gpu,
         )
         self.learner = Learner(model, settings)
-        probes = [prompt.tokens for prompt in random_prompts((-1, -2), 24, self.engine.info().vocabulary)]
+        probes = [prompt.tokens for prompt in random_prompts((-1, -2), 24, self.vocabulary)]
         # With random weights bf16 alone puts the two 0.11 nats apart (measured at 8B). Wrong weights: more than 1.
         self.checked = CheckedWeights(self.engine, self.learner.logprobs_of, probes, tolerance=0.5)
         self.checked.update_weights(self.learner.weights(), 1)
         self.log(f"learner started, its weights are in the engine ({self.checked.last_difference:.3g} nats apart)")
-        warm_up(self.engine, self.engine.info().vocabulary, self.max_length)
+        warm_up(self.engine, self.vocabulary, self.max_length)
         self.log(f"engine warmed up; {self.memory()}")
 
     def _drafts(self, acceptance: float) -> dict[str, Any]:
         return eagle3_head(Path(self.folder)) | (accepting(acceptance) if self.on_gpu else {})
+
+    def _vllm(self) -> VllmEngine:
+        return VllmEngine(
+            self.folder,
+            slots=self.shape.slots,
+            eos_token_ids=(),
+            max_length=self.max_length,
+            enable_sleep_mode=self.enable_sleep_mode,
+            load_format="dummy",
+            dtype="bfloat16" if self.on_gpu else "float32",
+            max_num_batched_tokens=self.shape.prefill_tokens_per_step,
+            kv_cache_memory_bytes=int(self.shape.kv_gib * GIB),
+            **({"gpu_memory_utilization": 0.5} if self.on_gpu else {"enforce_eager": True}),
+            **({} if self.options.drafts is None else {"speculative_config": self._drafts(self.options.drafts)}),
+        )
+
+    def _server(self) -> SglangEngine:
+        """Before the learner is made: the server measures its memory while it starts."""
+        url = self.options.sglang_url
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=2):
+                    break
+            except OSError:
+                if time.perf_counter() - self.began > self.options.stop_after:
+                    raise SystemExit(f"no server answers at {url}") from None
+                time.sleep(0.5)
+        return SglangEngine(
+            url, slots=self.shape.slots, eos_token_ids=(), vocabulary=self.vocabulary, cuda_ipc=self.on_gpu
+        )
+
+    def update_through_files(self, version: int) -> None:
+        assert isinstance(self.engine, SglangEngine)
+        times = [time.perf_counter()]
+        with self.engine.weight_files.written(self.learner.weights(), version) as folder:
+            times.append(time.perf_counter())
+            self.engine.update_weights(folder, version)
+            times.append(time.perf_counter())
+        times.append(time.perf_counter())
+        self.checked.check("after an update through files")
+        write, load, remove = (after - before for before, after in pairwise(times))
+        self.write("files", write=write, load=load, remove=remove, weight_difference=self.checked.last_difference)
+        self.log(f"weights through files: write {write:.2f} s, load {load:.2f} s, remove {remove:.2f} s")
 
     def memory(self) -> str:
         now, peak = self._memory_gib()
@@ -209,7 +248,7 @@ class Bench:
     def calibrate(self) -> tuple[profile.Profile, float]:
         """Profile of the engine and tokens per second of the learner, both written to OUT."""
         engine, shape = self.engine, self.shape
-        vocabulary, steps = engine.info().vocabulary, 48
+        vocabulary, steps = self.vocabulary, 48
         cells = profile.cells_for(engine.slots, self.max_length, engine.info().kv_tokens, steps)
         found = profile.measure(engine, cells, vocabulary, steps=steps, repeats=1)
         for version in (1, 2):  # the first one allocates
@@ -239,7 +278,7 @@ class Bench:
 
     def _random_batch(self, count: int) -> Batch:
         """Random tokens at the lengths of the workload, in groups."""
-        shape, vocabulary = self.shape, self.engine.info().vocabulary
+        shape, vocabulary = self.shape, self.vocabulary
         lengths = LognormalLengths(mu=math.log(shape.median_length), limit=shape.max_response_tokens, seed=99)
         source = random.Random(count)
         prompts = random_prompts(range(count), shape.prompt_tokens, vocabulary)
@@ -297,11 +336,14 @@ class Bench:
                      f"staleness {stale:.2f}, {self.memory()}")  # fmt: skip
             self.write("update", mode=mode.name, round=turn, update=place, **asdict(row))
 
-        rows = UpdateRows(prefill_seconds_per_token, lambda: engine.reused_kv_tokens, on_row, slept=lambda: self._slept)
+        def reused() -> int:  # a server does not report it
+            return engine.reused_kv_tokens if isinstance(engine, VllmEngine) else 0
+
+        rows = UpdateRows(prefill_seconds_per_token, reused, on_row, slept=lambda: self._slept)
         controller = self._controller = Controller(
             ForcedLengths(self.checked, length_of_request(workload.lengths)),
             Prompts(
-                random_prompts(range(workload.prompts), workload.prompt_tokens, engine.info().vocabulary),
+                random_prompts(range(workload.prompts), workload.prompt_tokens, self.vocabulary),
                 epochs=1,
                 seed=schedule.seed,
             ),
@@ -392,6 +434,9 @@ def main() -> int:
             continue
         run.attempt(mode, turn, said[mode.name], known.prefill_seconds_per_token)
         print_table(options.out / "end_to_end.jsonl")
+    for version in range(1, options.file_updates + 1):
+        run.update_through_files(version)
+    run.engine.close()
     return 0
 
 

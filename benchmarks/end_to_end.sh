@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Updates per hour with the learner in it: vLLM and the learner together on one GPU with 140 GB, no network.
+# Updates per hour with the learner in it: engine and learner together on one GPU with 140 GB, no network.
 #
 #   benchmarks/end_to_end.sh SHAPE [OUT]
 #
@@ -16,6 +16,8 @@
 # among the modes the engine starts in sleep mode for all of them, so run these apart from the others.
 # Memory of the 8B shape, GiB of 139.8: learner 75 at rest, gradients 15, activations 6 with micro-batches of 8,192
 # tokens, engine weights 15, KV cache 20 (163,840 tokens), graphs and CUDA context 5.
+# ENGINE=sglang: an SGLang server (its packages in SGLANG_SITE) instead of vLLM in this process. It needs 5 GiB more, so
+# use MORE="--kv-gib 16"; prefill graphs are off, which take longest to start. FLAGS: more flags of the server.
 # Results are written after every update, to OUT (default: h200).
 set -euo pipefail -f # modes may contain a star
 shape=${1:?usage: end_to_end.sh SHAPE [OUT]}
@@ -27,10 +29,28 @@ export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WA
 unset PYTHONDONTWRITEBYTECODE # compiling vLLM's many modules in every process takes longer than loading them
 some=${MODES:-baseline partial+elevator:reuse baseline:stream partial+elevator on-policy on-policy+planned@oracle \
   partial partial:reuse}
-# Micro-batches of many sizes would leave gaps in memory. vLLM's sleep mode cannot do without plain segments.
-[[ $some == *:sleep* || $some == *:offload* ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# Micro-batches of many sizes would leave gaps in memory. vLLM's sleep mode and CUDA IPC cannot do without plain segments.
+[[ $some == *:sleep* || $some == *:offload* || ${ENGINE:-vllm} != vllm ]] ||
+  export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 [ "$shape" != tiny ] || CALIBRATE=1
+more=(${MORE:-})
+if [ "${ENGINE:-vllm}" = sglang ]; then
+  case $shape in
+    8b) folder=llama-3.1-8b kv_tokens=131072 slots=128 ;;
+    1.5b) folder=qwen2.5-1.5b kv_tokens=300000 slots=128 ;;
+    tiny) folder=tiny kv_tokens=16384 slots=16 ;;
+  esac
+  [ "$shape" = tiny ] || FLAGS="--attention-backend fa3 --cuda-graph-max-bs-decode 128 ${FLAGS:-}"
+  # shellcheck disable=SC2086
+  PYTHONPATH=${SGLANG_SITE:+$SGLANG_SITE:}$PYTHONPATH "${PYTHON:-python3}" -m sglang.launch_server --host 127.0.0.1 \
+    --port 30000 --model-path benchmarks/shapes/$folder --load-format dummy --skip-tokenizer-init --sampling-backend pytorch \
+    --max-running-requests $slots --incremental-streaming-output --mem-fraction-static 0.4 --max-total-tokens $kv_tokens \
+    --chunked-prefill-size 4096 --cuda-graph-backend-prefill disabled --skip-server-warmup ${FLAGS:-} >"$out/server.log" 2>&1 &
+  trap 'kill %1 2>/dev/null; tail -c 30000 "$out/server.log" >"$out/server.txt"; rm -f "$out/server.log"' EXIT
+  more+=(--sglang-url http://127.0.0.1:30000)
+  CALIBRATE=
+fi
 # shellcheck disable=SC2086
-exec "${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \
+"${PYTHON:-python3}" benchmarks/end_to_end.py --shape "$shape" --modes $some --updates "${UPDATES:-5}" \
   --rounds "${ROUNDS:-1}" --out "$out" --stop-after "${STOP_AFTER:-550}" ${CALIBRATE:+--calibrate} \
-  ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED} ${MORE:-}
+  ${LEARNER_SPEED:+--learner-tokens-per-second $LEARNER_SPEED} "${more[@]}"
