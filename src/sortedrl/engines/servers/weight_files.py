@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -101,18 +101,11 @@ def write_weights(weights: Weights, folder: Path) -> None:
 
     Writes to one file wait for each other, so large weights go to several at the same time.
     """
-    import torch
-
     named = {name: tensor.detach().contiguous() for name, tensor in with_output_layer(weights)}
-    if any(tensor.is_cuda for tensor in named.values()):
-        torch.cuda.synchronize()  # other threads read them
     count = min(_MOST_FILES, 1 + sum(tensor.nbytes for tensor in named.values()) // _FILE_BYTES)
     files: list[dict[str, Any]] = [{} for _ in range(count)]
-    sizes = [0] * count
     for name in sorted(named, key=lambda name: -named[name].itemsize):  # an offset is a multiple of the item's size
-        smallest = sizes.index(min(sizes))
-        files[smallest][name] = named[name]
-        sizes[smallest] += named[name].nbytes
+        min(files, key=lambda file: sum(tensor.nbytes for tensor in file.values()))[name] = named[name]
     parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
     with ThreadPoolExecutor(count) as threads:
         list(threads.map(_write_file, (folder / f"model{part}.safetensors" for part in parts), files))
@@ -131,15 +124,13 @@ def _write_file(file: Path, weights: Mapping[str, Any]) -> None:
             out.write(part)
 
 
-def _in_host_memory(tensors: Iterable[Any]) -> Iterator[Any]:
+def _in_host_memory(tensors: Collection[Any]) -> Iterator[Any]:
     """The bytes of the weights in turn. Those on a GPU pass through one pinned buffer, valid until the next part."""
     import torch
 
-    buffer: Any = None
+    if is_on_gpu := any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()  # another thread may have just computed them
+    buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_on_gpu)
     for tensor in tensors:
-        content = tensor.reshape(-1).view(torch.uint8)
-        for part in content.split(_BUFFER_BYTES) if content.is_cuda else [content]:
-            if part.is_cuda:
-                buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) if buffer is None else buffer
-                part = buffer[: len(part)].copy_(part)
-            yield part.numpy()
+        for part in tensor.reshape(-1).view(torch.uint8).split(_BUFFER_BYTES):
+            yield (buffer[: len(part)].copy_(part) if part.is_cuda else part).numpy()
