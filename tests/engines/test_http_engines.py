@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[dev]'")
 
 from closing import closed_after
+from server_contract import endless
 from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import UNCHANGED, Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
@@ -42,6 +43,7 @@ from sortedrl.engines.vllm import VllmEngine
 from sortedrl.studies.bench import BenchSettings
 from sortedrl.testing.engine_contract import EngineContract, Ledger
 from sortedrl.training.engine import bare_engine
+from tiny_llama import logprobs_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "closes_all")
 
@@ -58,12 +60,6 @@ def stand_in(**options: Any) -> SglangStandIn:
 def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEngine:
     options = {"unavailable_seconds": 1.5, **options}
     return closed_after(SglangEngine(server.url, slots=slots, eos_token_ids=[7], **options))
-
-
-def endless(id: int, max_new_tokens: int, **sampling: Any) -> Request:
-    return Request(
-        id, Prompt(str(id), [3 + id % 40] * 6), (), max_new_tokens, id, Sampling(ignore_eos=True, **sampling)
-    )
 
 
 class TestSglangStandIn(EngineContract):
@@ -117,12 +113,8 @@ def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:
     assert server.calls == ["pause", "update 3", "continue"]
     ledger.submit([endless(0, 12, temperature=0.7)])
     ledger.run()
-    context = ledger.submitted[0].prompt.tokens
-    with torch.no_grad():
-        logits = learner(torch.tensor([[*context, *ledger.tokens(0)]])).logits[0, len(context) - 1 : -1]
-    expected = torch.log_softmax(logits / 0.7, -1)
-    for position, (token, logprob) in enumerate(zip(ledger.tokens(0), ledger.logprobs(0), strict=True)):
-        assert logprob == pytest.approx(float(expected[position, token]), abs=1e-4)
+    expected = logprobs_of(learner, 0.7)(ledger.submitted[0].prompt.tokens, ledger.tokens(0))
+    assert ledger.logprobs(0) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_resumed_request_draws_from_a_seed_of_its_own() -> None:
@@ -383,12 +375,7 @@ def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: 
     servers = [stand_in() for _ in range(3)]
     pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])
     folders = []
-
-    def write(weights: Any, folder: Path) -> None:
-        folders.append(folder)
-        write_weights(weights, folder)
-
-    monkeypatch.setattr(weight_files, "write_weights", write)
+    monkeypatch.setattr(weight_files, "write_weights", lambda *given: (folders.append(given[1]), write_weights(*given)))
     learner = llama(seed=9)
     pool.update_weights(learner.state_dict(), 4)
     pool.close()
@@ -427,14 +414,12 @@ def test_weights_are_written_with_their_types_and_a_tied_output_layer(
     monkeypatch.setattr(weight_files, "_FILE_BYTES", bytes_per_file)
     embedding = torch.rand(6, 3).bfloat16().T  # not contiguous
     given = {"model.embed_tokens.weight": embedding, "bias": torch.ones(1).half(), "norm": torch.rand(2)}
-    write_weights([*given.items(), ("step", torch.tensor(7)), ("none", torch.zeros(0, 2))], tmp_path)
-    written: dict[str, torch.Tensor] = {}
-    for file in tmp_path.iterdir():
-        written |= load_file(file)
-    assert len(list(tmp_path.iterdir())) == files
-    expected = {**given, "lm_head.weight": embedding, "step": torch.tensor(7), "none": torch.zeros(0, 2)}
-    assert written.keys() == expected.keys()
-    for name, tensor in expected.items():
+    given |= {"step": torch.tensor(7), "none": torch.zeros(0, 2)}
+    write_weights(iter(given.items()), tmp_path)
+    loaded = [load_file(file) for file in tmp_path.iterdir()]
+    written = {name: tensor for file in loaded for name, tensor in file.items()}
+    assert len(loaded) == files and written.keys() == {*given, "lm_head.weight"}
+    for name, tensor in (given | {"lm_head.weight": embedding}).items():
         assert torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype
 
 
