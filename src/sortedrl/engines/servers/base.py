@@ -4,11 +4,8 @@
 
 Requests wait here and not in the server: at most `slots` are sent at a time (vLLM max_num_seqs, SGLang
 max_running_requests), and a freed slot is refilled immediately by the engine's own thread, which does all I/O with
-asyncio. Subclasses hold the details of each server. streams.py handles requests and server failures.
-
-- **Weights** are updated in place, through a folder in memory (`/dev/shm`) that is removed afterwards. The server must
-  be able to read that folder: run it on the same machine, or set `weights_folder` to a shared folder. From GPU to GPU
-  they go without a file, if the server takes handles or broadcasts (weight_handles.py, weight_broadcast.py).
+asyncio. Subclasses hold the details of each server. streams.py handles requests and server failures. Weights are
+updated in place: through files (weight_files.py), by CUDA IPC (weight_handles.py) or by NCCL (weight_broadcast.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """A running SGLang server as an engine, over HTTP. docs/engines.md has the command that starts it, and its options.
 
-Tested with SGLang 0.5.23 on a CPU, with its PyTorch code in place of its compiled kernels. Not tested on a GPU.
-
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
   tokens so far; that works, but the cost grows with every token.
 - **EOS**: SGLang also ends a response at its model's own EOS tokens. They must be among `eos_token_ids`, which show
@@ -10,10 +8,8 @@ Tested with SGLang 0.5.23 on a CPU, with its PyTorch code in place of its compil
 - **Identity**: the startup timings (`/server_info`), which differ between any two starts, and the weight version that
   is set with every weight update (`/model_info`). It is also in every event of a response.
 - **Seeds**: `seeded=True` sends `sampling_seed`, which SGLang uses only with `--enable-deterministic-inference`.
-- **Weights**: `/update_weights_from_disk` with `flush_cache`, between `/pause_generation` and `/continue_generation`
-  (`reuse_kv_cache=True`: without `flush_cache`, see kv_cache_reuse.py). If a step fails, the server stays paused and is
-  given up. With `cuda_ipc=True` they go by CUDA IPC instead of a file (`/update_weights_from_tensor`;
-  weight_handles.py). The server must be on the learner's GPU, which it does not report, so this is off by default.
+- **Weights**: between `/pause_generation` and `/continue_generation`. If a step fails, the server stays paused and is
+  given up. `cuda_ipc=True` is for a server on the learner's GPU, which it does not report, so this is off by default.
 """
 
 from __future__ import annotations
@@ -107,7 +103,7 @@ class SglangEngine(HttpEngine):
             )
 
     async def count_running(self) -> int | None:
-        return sum(whole_number(load["num_running_reqs"], "count of requests") for load in await self._loads())
+        return await self._count("num_running_reqs")
 
     async def identity(self) -> Identity:
         server, model = await asyncio.gather(self.call("GET", "/server_info"), self.call("GET", "/model_info"))
@@ -115,8 +111,8 @@ class SglangEngine(HttpEngine):
         process = None if started is None else hashlib.sha256(json.dumps(started).encode()).hexdigest()[:16]
         return Identity(process, None if weights is None else str(weights))
 
-    async def _count_inside(self) -> int:
-        counts = [load[name] for load in await self._loads() for name in ("num_running_reqs", "num_waiting_reqs")]
+    async def _count(self, *states: str) -> int:
+        counts = [load[state] for load in await self._loads() for state in states]
         return sum(whole_number(count, "count of requests") for count in counts)
 
     async def _loads(self) -> list[dict[str, Any]]:
@@ -203,7 +199,7 @@ class SglangEngine(HttpEngine):
     async def _until_empty(self) -> None:
         """Wait until the server is empty: closed streams end with a delay, and the cache cannot be flushed before."""
         deadline = self.now() + _EMPTY_SECONDS
-        while await self._count_inside():
+        while await self._count("num_running_reqs", "num_waiting_reqs"):
             if self.now() > deadline:
                 raise Refused(500, f"requests are still running {_EMPTY_SECONDS:.0f} s after they were aborted")
             await asyncio.sleep(0.02)

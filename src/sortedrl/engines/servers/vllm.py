@@ -15,8 +15,6 @@
 - **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, or a weight transfer by CUDA IPC or NCCL
   if the server has that backend; then a reset of the prefix cache (kv_cache_reuse.py). If a step fails, the server
   stays paused and is given up.
-
-Works with vLLM 0.32.0 (tested against a real server on CPU); support for 0.25.1 is based on its source code.
 """
 
 from __future__ import annotations
@@ -138,9 +136,13 @@ class VllmServerEngine(HttpEngine):
         return Identity(started[0] if started else None, weights)
 
     async def _weight_version(self) -> str | None:
-        """None before vLLM 0.32."""
+        answer = await self._if_offered("GET", "/weight_info")
+        return None if answer is None else str(answer["weight_version"])
+
+    async def _if_offered(self, method: str, path: str, **options: Any) -> Any:
+        """The response; None if the server has no such route (before vLLM 0.32)."""
         try:
-            return str((await self.call("GET", "/weight_info"))["weight_version"])
+            return await self.call(method, path, **options)
         except Refused as refusal:
             if refusal.status not in _NO_SUCH_ROUTE:
                 raise
@@ -242,15 +244,10 @@ class VllmServerEngine(HttpEngine):
         await self.call("POST", path, body=body or None, seconds=WEIGHT_UPDATE_SECONDS)
 
     async def _tag_weights(self, version: int) -> str | None:
-        """Set the weight version, so that the server can identify its weights; None if not supported (0.25)."""
+        """Set the weight version, so that the server can identify its weights; None if not supported."""
         tag = self.weights_name(version)
-        try:
-            await self.call("POST", "/update_weight_version", body={"new_version": tag})
-        except Refused as refusal:
-            if refusal.status not in _NO_SUCH_ROUTE:
-                raise
-            return None
-        return tag
+        answer = await self._if_offered("POST", "/update_weight_version", body={"new_version": tag})
+        return None if answer is None else tag
 
 
 def _weights_in(spans: Sequence[_WeightSpan]) -> str:

@@ -7,11 +7,10 @@ the lock: the same user's next weight update in the same place removes all unloc
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,12 +23,8 @@ from sortedrl.engines.output_layer import with_output_layer
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sortedrl-weights-"
 _UNNAMED_PREFIX = ".sortedrl-new-"  # of folders that are not locked yet, and empty
-_MOST_FILES = 8
-_FILE_BYTES = 2**28  # larger weights are written as several files
-_BUFFER_BYTES = 2**26
-_FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3"}
-_OTHERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
-_DTYPES = {f"torch.{dtype}": name for dtype, name in (_FLOATS | _OTHERS).items()}  # as safetensors spells them
+_WRITERS = 8  # threads
+_FILE_BYTES = 2**28  # until the next file
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -99,38 +94,24 @@ def _take(lock: int) -> bool:
 def write_weights(weights: Weights, folder: Path) -> None:
     """Write the weights, with a tied output layer, as safetensors files. Raises OSError.
 
-    Writes to one file wait for each other, so large weights go to several at the same time.
+    Large weights go to several files at the same time: one thread writes less than 2 GB per second.
     """
-    named = {name: tensor.detach().contiguous() for name, tensor in with_output_layer(weights)}
-    count = min(_MOST_FILES, 1 + sum(tensor.nbytes for tensor in named.values()) // _FILE_BYTES)
-    files: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name in sorted(named, key=lambda name: -named[name].itemsize):  # an offset is a multiple of the item's size
-        min(files, key=lambda file: sum(tensor.nbytes for tensor in file.values()))[name] = named[name]
-    parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(_write_file, (folder / f"model{part}.safetensors" for part in parts), files))
-
-
-def _write_file(file: Path, weights: Mapping[str, Any]) -> None:
-    header, end = {}, 0
-    for name, tensor in weights.items():
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    with file.open("wb") as out:
-        out.write(len(head).to_bytes(8, "little") + head)
-        for part in _in_host_memory(weights.values()):
-            out.write(part)
-
-
-def _in_host_memory(tensors: Collection[Any]) -> Iterator[Any]:
-    """The bytes of the weights in turn. Those on a GPU pass through one pinned buffer, valid until the next part."""
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
-    if is_on_gpu := any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()  # another thread may have just computed them
-    buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=is_on_gpu)
-    for tensor in tensors:
-        for part in tensor.reshape(-1).view(torch.uint8).split(_BUFFER_BYTES):
-            yield (buffer[: len(part)].copy_(part) if part.is_cuda else part).numpy()
+    named = {name: tensor.detach().contiguous() for name, tensor in with_output_layer(weights)}
+    files: list[dict[str, Any]] = [{}]
+    for name, tensor in named.items():
+        if sum(other.nbytes for other in files[-1].values()) >= _FILE_BYTES:
+            files.append({})
+        is_shared = any(other.data_ptr() == tensor.data_ptr() for other in files[-1].values())
+        files[-1][name] = tensor.clone() if is_shared else tensor  # a file cannot store shared tensors
+    for gpu in {tensor.device for tensor in named.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(gpu)  # threads read them in another stream
+    parts = [f"-{i:05}-of-{len(files):05}" for i in range(1, len(files) + 1)] if len(files) > 1 else [""]
+    try:
+        with ThreadPoolExecutor(_WRITERS) as threads:
+            list(threads.map(save_file, files, (folder / f"model{part}.safetensors" for part in parts)))
+    except SafetensorError as error:  # also for a full disk
+        raise OSError(str(error)) from error
