@@ -35,16 +35,8 @@ from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.generate import generate
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.servers.messages import (
-    Delta,
-    Identity,
-    Malformed,
-    Refused,
-    ServerEvent,
-    checked,
-    parsed,
-    retry_after,
-)
+from sortedrl.engines.servers.events import ServerEvent, parsed
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, checked, retry_after
 from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response

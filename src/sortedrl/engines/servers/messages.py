@@ -1,8 +1,7 @@
 """Messages from an inference server, validated before any other code sees them.
 
 A malformed message (`Malformed`) fails the request it belongs to. `Refused` has the HTTP status, which says whether
-it is about the request (`REQUESTS_OWN`) or about the server's state. The server's own class has the fields of an event
-that it reads, as a msgspec struct, so that their types and ranges are checked and all others are skipped.
+it is about the request (`REQUESTS_OWN`) or about the server's state.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-from sortedrl.core.checkpoint import HIGHEST_LOGPROB, LOWEST_LOGPROB
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.install_hint import install_hint
 
@@ -27,17 +25,6 @@ except ImportError:
 REQUESTS_OWN = frozenset({400, 404, 413, 422})  # all other statuses are about the server, or may be
 BUSY = frozenset({408, 425, 429, 502, 503, 504, 529})  # certainly about the server
 ANY_VOCABULARY = 1 << 31  # if the vocabulary size is unknown
-TokenId = Annotated[int, msgspec.Meta(ge=0)]
-Logprob = Annotated[float, msgspec.Meta(ge=LOWEST_LOGPROB, le=HIGHEST_LOGPROB)]
-
-
-class ServerEvent(msgspec.Struct, gc=False):
-    """The base of the events of both servers."""
-
-    error: Any = None
-
-
-Event = TypeVar("Event", bound=ServerEvent)
 
 
 class Delta(msgspec.Struct, gc=False):
@@ -123,20 +110,6 @@ def whole_number(value: Any, what: str) -> int:
     if type(value) is not int or value < 0:
         raise Malformed(f"the {what} is {str(value)!r}")
     return value
-
-
-def parsed(data: bytes, decoder: msgspec.json.Decoder[Event]) -> Event:
-    """One event of a stream; raises Malformed, and Refused if it is an error."""
-    try:
-        event = decoder.decode(data)
-    except (ValueError, RecursionError) as error:
-        shown = data.decode(errors="replace")
-        raise Malformed(f"this is not JSON of the expected form ({said(error)}): {shown!r}") from None
-    if event.error:
-        code = event.error.get("code") if isinstance(event.error, Mapping) else None
-        status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        raise Refused(status, reason_of({"error": event.error}))
-    return event
 
 
 def reason_of(answer: Any) -> str:

@@ -25,19 +25,8 @@ from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
-from sortedrl.engines.servers.messages import (
-    Delta,
-    Identity,
-    Logprob,
-    Malformed,
-    Refused,
-    ServerEvent,
-    TokenId,
-    msgspec,
-    parsed,
-    reason_of,
-    whole_number,
-)
+from sortedrl.engines.servers.events import Logprob, ServerEvent, TokenId, msgspec, parsed
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_handles import WeightHandles
 

@@ -29,17 +29,8 @@ from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
-from sortedrl.engines.servers.messages import (
-    Delta,
-    Identity,
-    Logprob,
-    Malformed,
-    Refused,
-    ServerEvent,
-    TokenId,
-    msgspec,
-    parsed,
-)
+from sortedrl.engines.servers.events import Logprob, ServerEvent, TokenId, msgspec, parsed
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_broadcast import Receiver, WeightBroadcast, can_broadcast
 from sortedrl.engines.servers.weight_handles import WeightHandles
