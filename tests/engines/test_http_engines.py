@@ -280,7 +280,7 @@ def test_a_server_of_another_kind_is_a_configuration_error() -> None:
 
 def test_more_slots_than_the_server_runs_are_refused() -> None:
     server = stand_in(max_running_requests=3)
-    with pytest.raises(ConfigurationError, match=r"max_running_requests = 3.*--max-running-requests 4"):
+    with pytest.raises(ConfigurationError, match=r"--max-running-requests 3, .*--max-running-requests 4"):
         engine_at(server, slots=4)
 
 

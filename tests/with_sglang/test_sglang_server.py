@@ -84,7 +84,7 @@ class TestServer(ServerTests):
         assert "the server refused it" in ledger.failed[0] and "length" in ledger.failed[0]
 
     def test_more_slots_than_the_server_runs_are_refused(self, server: ServerProcess) -> None:
-        with pytest.raises(ConfigurationError, match=r"max_running_requests = 8, but this engine has 9 slots"):
+        with pytest.raises(ConfigurationError, match=r"--max-running-requests 8, but this engine has 9 slots"):
             self.engine_at(server, slots=9)
 
 

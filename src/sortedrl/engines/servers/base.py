@@ -117,6 +117,11 @@ class HttpEngine(ServerStreams, EngineBase):
         fix = f"Start it with {self.start_command.format(slots=self.slots)}"
         return ConfigurationError("url", self.url, reason, fix)
 
+    def require_room(self, flag: str, room: int) -> None:
+        if room < self.slots:
+            has = counted(self.slots, "slot")
+            raise self.misconfigured(f"the server runs with {flag} {room}, but this engine has {has}")
+
     def weights_name(self, version: int) -> str:
         """The weight version to set on the server, unique to this run."""
         return f"{self._name_prefix}-version-{version}"

@@ -23,7 +23,6 @@ from typing import Any
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
 from sortedrl.engines.servers.events import Logprob, ServerEvent, TokenId, msgspec, parsed
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
@@ -85,11 +84,7 @@ class SglangEngine(HttpEngine):
             raise ConfigurationError("cuda_ipc", True, why, fix)
         if info.get("max_req_input_len"):
             self.max_length = int(info["max_req_input_len"])
-        room = sum(load["max_running_requests"] for load in loads)
-        if room < self.slots:
-            raise self.misconfigured(
-                f"the server has max_running_requests = {room}, but this engine has {counted(self.slots, 'slot')}"
-            )
+        self.require_room("--max-running-requests", sum(load["max_running_requests"] for load in loads))
 
     async def count_running(self) -> int | None:
         return await self._count("num_running_reqs")

@@ -27,7 +27,6 @@ from typing import Any
 
 from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.wording import counted
 from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
 from sortedrl.engines.servers.events import Logprob, ServerEvent, TokenId, msgspec, parsed
 from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused
@@ -103,10 +102,7 @@ class VllmServerEngine(HttpEngine):
         self.max_length = int(model["max_model_len"])
         if (mode := model["logprobs_mode"]) != "processed_logprobs":
             raise self.misconfigured(f"the server runs with --logprobs-mode {mode}, not processed_logprobs")
-        if (room := scheduler["max_num_seqs"]) < self.slots:
-            raise self.misconfigured(
-                f"the server runs with --max-num-seqs {room}, but this engine has {counted(self.slots, 'slot')}"
-            )
+        self.require_room("--max-num-seqs", scheduler["max_num_seqs"])
         if (why := refused_drafts_of_server(info["vllm_config"], seeded=self._seeded)) is not None:
             raise self.misconfigured(f"the server runs with a --speculative-config, but {why}")
         transfer = info["vllm_config"].get("weight_transfer_config") or {}

@@ -92,7 +92,6 @@ def _in_own_storage(tensor: Any) -> Any:
     would gain one mark per weight update, and the process would end with a warning about tensors in use elsewhere."""
     import torch
 
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    whole = tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     storage = torch.from_dlpack(whole).untyped_storage()  # type: ignore[attr-defined]
-    place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
