@@ -115,32 +115,21 @@ def test_a_finished_run_shows_its_final_state_in_a_terminal_and_as_json(resumed:
     assert state["updates"] == state["updates_in_all"] == 12
 
 
-def test_a_run_whose_last_update_was_evaluated_has_ended(model: Path, tmp_path: Path) -> None:
-    """No evaluation follows its end then, only a checkpoint, as in a run that was interrupted."""
-    run = tmp_path / "run"
+@pytest.mark.parametrize("updates_in_all", [2, 9])
+def test_a_run_whose_last_update_was_evaluated_has_ended(model: Path, tmp_path: Path, updates_in_all: int) -> None:
+    """No evaluation follows its end then, only a checkpoint, as in a run that was interrupted. Updates may be left, if
+    its data ended before them."""
+    run, quiet = tmp_path / "run", PlainConsole(lambda line: None)
     assert started(train_command(model, run, "--updates", "2", "--eval-every", "2")).wait().returncode == 0
+    metrics = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(metrics.replace('"updates_in_all": 2,', f'"updates_in_all": {updates_in_all},'))
     done = watched(str(run))
     assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("ended: score ")
     (run / "summary.json").unlink()
     lock = ProcessLock(run / RUN_LOCK)
-    assert Follower(run, PlainConsole(lambda line: None)).watched().outcome == watch.RUNS, "it saves its model"
-    lock.release()
-    metrics = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(metrics.replace('"updates_in_all": 2,', '"updates_in_all": 9,'))
-    assert Follower(run, PlainConsole(lambda line: None)).watched().outcome == watch.INTERRUPTED
-
-
-def test_a_run_whose_data_ended_before_its_updates_was_not_interrupted(model: Path, tmp_path: Path) -> None:
-    """Its last update was evaluated, so only a checkpoint follows its end, and updates are left."""
-    run, quiet = tmp_path / "run", PlainConsole(lambda line: None)
-    assert started(train_command(model, run, "--updates", "2", "--eval-every", "2")).wait().returncode == 0
-    metrics = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(metrics.replace('"updates_in_all": 2,', '"updates_in_all": 9,'))
-    assert watched(str(run)).stdout.splitlines()[-1].startswith("ended: score ")
-    (run / "summary.json").unlink()
-    lock = ProcessLock(run / RUN_LOCK)
     assert Follower(run, quiet).watched().outcome == watch.RUNS, "it saves its model"
     lock.release()
+    assert Follower(run, quiet).watched().outcome == watch.INTERRUPTED
     (run / "config.json").unlink()
     assert Follower(run, quiet).watched().outcome == watch.ENDED, "a loop of its own saves at the end, too"
 

@@ -303,17 +303,6 @@ class ToolTask(CountingTask):
         return 1.0
 
 
-def test_a_task_that_cannot_be_built_in_a_worker_is_an_error_before_the_run() -> None:
-    class Local(CountingTask):
-        pass
-
-    with pytest.raises(ValueError, match="cannot be sent to a worker process"):
-        WorkerHosts(Local(), workers=1, limit_seconds=1.0)
-    host = WorkerHosts(BreaksInWorker(os.getpid()), workers=1, limit_seconds=1.0)
-    with contextlib.closing(host), pytest.raises(WorkerError, match="no database here"):
-        host.wait_until_ready()
-
-
 def test_a_process_that_cannot_be_started_is_an_error_before_the_run() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     host = WorkerHosts(CountingTask(), workers=1, limit_seconds=1.0)
@@ -326,15 +315,6 @@ def test_a_process_that_cannot_be_started_is_an_error_before_the_run() -> None:
                 host.wait_until_ready()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-class BreaksInWorker(CountingTask):
-    def __init__(self, home: int) -> None:
-        super().__init__()
-        self.home = home
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raise RuntimeError("no database here")
 
 
 def test_no_process_or_socket_is_left_after_close() -> None:

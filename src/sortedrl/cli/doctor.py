@@ -44,8 +44,7 @@ SETTINGS = DoctorSettings
 def run(settings: DoctorSettings) -> int:
     """Exit code 1 if the self-test failed."""
     if settings.dry_run:
-        print_settings(as_json(settings), {}, as_object=settings.json_output)
-        return 0
+        return print_settings(as_json(settings), {}, as_object=settings.json_output)
     found = installation()
     if settings.full:
         with around_code_of_others(settings):

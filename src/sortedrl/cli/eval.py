@@ -17,8 +17,7 @@ def run(settings: EvalSettings) -> int:
         check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
-        print_settings(as_json(settings), derived, as_object=settings.json_output)
-        return 0
+        return print_settings(as_json(settings), derived, as_object=settings.json_output)
     with around_code_of_others(settings):
         evaluate = train_extra.module("evaluate")
         with ProgressBar("evaluating", quiet=settings.json_output) as progress:

@@ -19,16 +19,17 @@ from sortedrl.settings.base import Settings
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> None:
-    """The output of `--dry-run`."""
+def print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> int:
+    """The output of `--dry-run`. Returns the exit code."""
     if as_object:
         print(json.dumps({"settings": resolved, "derived": derived}))
-        return
+        return 0
     for key, value in resolved.items():
         print(f"{key} = {json.dumps(value)}")
     print("\n# derived")
     for key, value in derived.items():
         print(f"# {key} = {json.dumps(value)}")
+    return 0
 
 
 def line_log(settings: Settings) -> Callable[[str], None]:

@@ -14,8 +14,7 @@ SETTINGS = ProfileSettings
 
 def run(settings: ProfileSettings) -> int:
     if settings.dry_run:
-        print_settings(as_json(settings), {}, as_object=settings.json_output)
-        return 0
+        return print_settings(as_json(settings), {}, as_object=settings.json_output)
     with around_code_of_others(settings):
         profile = run_profile(settings, line_log(settings))
     if settings.json_output:

@@ -49,8 +49,7 @@ def run(settings: ReportSettings) -> int:
     paths = settings.runs or [watch.newest_run(Path("runs"))]
     page = settings.out or (paths[0] if len(paths) == 1 and paths[0].is_dir() else Path()) / "report.html"
     if settings.dry_run:
-        print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
-        return 0
+        return print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
     with ProgressBar("reading runs", quiet=settings.json_output) as progress:
         runs = report_runs.read_runs(paths, progress)
     if settings.out is not None or not settings.json_output:

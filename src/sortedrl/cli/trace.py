@@ -41,8 +41,9 @@ def run(settings: TraceSettings) -> int:
     source = path / "events.jsonl" if path.is_dir() else path
     out = settings.out or source.with_name("trace.json")
     if settings.dry_run:
-        print_settings(as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output)
-        return 0
+        return print_settings(
+            as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output
+        )
     with paused_gc():
         log, unreadable = _intact_log(source)
         _write_trace(log, out)

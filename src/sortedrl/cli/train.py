@@ -55,8 +55,7 @@ def print_dry_run(settings: TrainSettings) -> int:
         "kv_tokens_if_all_slots_are_at_the_limit": settings.slots * context_tokens,
     }
     resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
-    print_settings(resolved, derived, as_object=settings.json_output)
-    return 0
+    return print_settings(resolved, derived, as_object=settings.json_output)
 
 
 def _print_outcome(settings: TrainSettings, summary: dict[str, Any]) -> None:

@@ -40,8 +40,7 @@ def run(settings: WatchSettings) -> int:
     if not watch.is_run(folder):
         raise ConfigurationError("run", str(folder), "there is no run", "Name a run folder, as in runs/NAME.")
     if settings.dry_run:
-        print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
-        return 0
+        return print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
     try:
         if settings.json_output:
             seen = watch.state(folder, settings.stopped_after_seconds)

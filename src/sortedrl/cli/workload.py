@@ -42,8 +42,7 @@ def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) 
         * (settings.prompt_tokens + settings.response_limit() + settings.most_observed()),
     }
     resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
-    print_settings(resolved, derived, as_object=settings.json_output)
-    return 0
+    return print_settings(resolved, derived, as_object=settings.json_output)
 
 
 def print_notices(settings: SimulatedSettings, *more: str) -> None:
