@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -137,21 +136,9 @@ class Chromium:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def press(self, key: str, code: str = "") -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=code or key, text=key if len(key) == 1 else "")
-
     def resize(self, width: int, height: int) -> None:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def prefer(self, scheme: str) -> None:
         """`light` or `dark`."""
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page."""
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def pdf(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.printToPDF", printBackground=False)["data"]))
