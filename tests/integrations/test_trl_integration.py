@@ -301,12 +301,6 @@ def test_every_mode_trains_and_its_log_tells_what_the_rewards_were(mode: str, to
     assert history[-1]["sortedrl/bubble"] == pytest.approx(run_metrics.bubble, abs=1e-3)
 
 
-def test_a_staleness_bound_holds(tokenizer: Any, tmp_path: Path) -> None:
-    schedule = Schedule(mode="partial+elevator", max_staleness=1)
-    trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=8), schedule=schedule, slots=16).train()
-    assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max == 1
-
-
 @pytest.mark.slow
 def test_a_staleness_bound_with_its_larger_updates_does_not_end_the_run_early(tokenizer: Any, tmp_path: Path) -> None:
     """The number of steps is its length: updates that take more than their size must not use up the prompts."""
@@ -506,16 +500,6 @@ def test_evaluation_samples_with_the_engine_under_the_weights_of_the_moment(toke
     assert "eval_reward" in trainer.evaluate()  # after the run, too
 
 
-def test_an_evaluation_in_batches_samples_with_new_noise_in_each(tokenizer: Any, tmp_path: Path) -> None:
-    """Noise that restarted with each batch repeated its completions: 32 of 128 differed."""
-    recorder = Recorder()
-    args = config(tmp_path, num_generations_eval=8, per_device_eval_batch_size=8, temperature=2.0)
-    trainer = trainer_for(tmp_path, tokenizer, args=args, reward_funcs=recorder, eval_dataset=questions(16))
-    trainer.evaluate()
-    completions = [completion for batch in recorder.completions for completion in batch]
-    assert len(completions) == 128 and len(set(completions)) >= 120
-
-
 @pytest.mark.slow
 def test_the_engine_sleeps_in_every_step_also_after_an_evaluation_within_an_update(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -583,23 +567,6 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
     for name, value in weights_of(again).items():
         assert torch.equal(value, expected[name]), name
     assert Metrics().fold(events_in(tmp_path)).run_metrics().updates == 5
-
-
-@pytest.mark.parametrize("kind", [GRPOTrainer, SortedGRPOTrainer])
-def test_a_run_resumed_at_its_last_step_ends_where_trl_ends_it(kind: type, tokenizer: Any, tmp_path: Path) -> None:
-    """transformers looks at `max_steps` after a step: there is one more, except at the end of an epoch."""
-
-    def trainer(max_steps: int) -> Any:
-        fields = {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 4}
-        args = config(tmp_path, max_steps=max_steps, **fields)
-        return trainer_for(tmp_path, tokenizer, kind, args=args, train_dataset=questions(4))
-
-    trainer(2).train()
-    for step, ends_at in ((2, 2), (1, 2)):
-        again = trainer(1)
-        assert len(again.get_train_dataloader()) == 2 * again.args.gradient_accumulation_steps
-        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert again.state.global_step == ends_at
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from sortedrl.learner.advantages import (
     group_indices,
     grpo_advantages,
     normalized,
-    require_groups,
     reward_advantages,
     rloo_advantages,
     zero_variance,
@@ -181,12 +180,6 @@ def test_reinforce_in_the_first_cohort() -> None:
     assert advantages("previous_cohorts", CohortStatistics(), group_b) == in_groups
     assert advantages("previous_cohorts", initial, group_b) == [-1.0, 1.0, 2.0]
     assert advantages("previous_cohorts", initial, torch.arange(3)) == [-1.0, 1.0, 2.0]
-
-
-def test_comparing_siblings_without_siblings_is_an_error() -> None:
-    with pytest.raises(ValueError, match="each of the 3 in this update is alone"):
-        require_groups(torch.arange(3), "grpo")
-    require_groups(torch.tensor([0, 1, 0]), "grpo")
 
 
 def test_statistics_survive_their_state_dict() -> None:

@@ -7,7 +7,6 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from ray.exceptions import RayTaskError
 
 from sortedrl.integrations.verl.exchange import (
@@ -18,7 +17,7 @@ from sortedrl.integrations.verl.exchange import (
     TurnStarted,
     reason_for_report,
 )
-from sortedrl.integrations.verl.visit import NOT_SAMPLED, Ticket, Visit, common_prefix
+from sortedrl.integrations.verl.visit import NOT_SAMPLED, Ticket, Visit
 
 
 def visit_with(*turns: tuple[list[int], list[int]]) -> tuple[Visit, list[list[int] | None]]:
@@ -70,11 +69,6 @@ def test_a_call_that_adds_nothing_counts_one_token() -> None:
     visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4], [5]), ([1, 2], [6]))
     assert observed == [None, [4], [2]]
     assert visit.fault_of([output([1, 2], [3, 4, 5], [1, 1, 1]), output([1, 2], [6], [1])]) is None
-
-
-@pytest.mark.parametrize(("first", "second", "length"), [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9], 1)])
-def test_common_prefix(first: list[int], second: list[int], length: int) -> None:
-    assert common_prefix(first, second) == common_prefix(second, first) == length
 
 
 async def _enters(exchange: Exchange, dispatch: int) -> asyncio.Task[int | None]:
