@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sortedrl.core.engine import Engine, EngineDied, EngineSpec, Request, Sampli
 from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
 from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
+from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, _mixed, seed_key
 from sortedrl.engines.registry import make_engine
@@ -200,9 +202,31 @@ def test_attention_of_the_gpu_path_is_that_of_the_cpu_path(queries: int) -> None
     query, key, value = torch.randn(3, 6, queries, 8), torch.randn(3, 2, 24, 8), torch.randn(3, 2, 24, 8)
     hidden = torch.ones(24, 24, dtype=torch.bool).triu(1)[24 - queries :]
     mask = torch.zeros(1, 1, queries, 24).masked_fill(hidden, torch.finfo(torch.float32).min)
-    ours = embedded_model._attend(query, key, value, mask.expand(3, -1, -1, -1), 0.5)
+    with embedded_model.reading({range(2): 24, range(2, 3): 24}):
+        ours = embedded_model._attend(query, key, value, mask.expand(3, -1, -1, -1), 0.5)
     fused = embedded_model._fused_attention(query, key, value, None if queries > 1 else mask, 0.5)
     assert torch.allclose(ours, fused, atol=1e-5)
+
+
+@given(
+    st.dictionaries(st.integers(0, 99), st.tuples(st.integers(1, 300), st.booleans()), max_size=32),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+def test_rows_are_sorted_by_length_into_blocks(
+    requests: dict[int, tuple[int, bool]], rows_per_block: int, rng: random.Random
+) -> None:
+    lengths = {id: length for id, (length, _) in requests.items()}
+    old = [id for id, (_, has_row) in requests.items() if has_row]
+    rows = dict(zip(old, rng.sample(range(40), len(old)), strict=True))
+    count = len(lengths)
+    blocks = [range(i, min(i + rows_per_block, count)) for i in range(0, count, rows_per_block)]
+    arranged = rows_by_length(lengths, rows, blocks)
+    assert sorted(arranged.values()) == list(range(count))
+    by_row = [lengths[id] for id in sorted(arranged, key=lambda id: arranged[id])]
+    in_blocks = [[by_row[row] for row in block] for block in blocks]
+    assert all(min(first) >= max(second) for first, second in pairwise(in_blocks))
+    assert rows_by_length(lengths, arranged, blocks) == arranged, "nobody moves twice"
 
 
 # Sampling

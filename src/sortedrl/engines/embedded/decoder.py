@@ -12,13 +12,15 @@ are therefore bitwise equal regardless of the other rows and of how the context 
   (also above a width of 512, from some number of rows on, if torch uses several threads);
 - attention processes one query at a time (a prefill is a batch of such queries) under an additive mask, so masked keys
   add exact zeros.
-On CUDA the step is captured into graphs, one per (rows, key span), and prefill uses the fused causal kernel.
+Reading the KV cache dominates the cost of a step on a CPU, so rows are read in blocks, each up to its longest context,
+and the engine keeps contexts of similar length together. On CUDA the step is captured into graphs, one per
+(rows, key span), and prefill uses the fused causal kernel.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,12 +35,13 @@ from sortedrl.engines.embedded.model import (
     attention_window,
     check_supported,
     forward_for,
+    reading,
     uses_slot_attention,
 )
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 
 MIN_ROWS = 16
-_ROW_QUANTUM = 8  # a CPU step computes a multiple of so many rows
+_ROWS_PER_BLOCK = 8  # rows that a CPU step reads up to the same length
 _SPAN_QUANTUM = 32  # keys are read up to the longest context, rounded up to this
 _PREFILL_QUANTUM = 16  # prefill contexts are padded to a multiple of this
 _FIRST_CAPACITY = 256  # initial capacity of the cache in tokens per row
@@ -63,7 +66,7 @@ class SlotDecoder:
     def __init__(self, model: PreTrainedModel, *, slots: int, max_length: int) -> None:
         check_supported(model)
         self.device = model.device
-        self.rows = _rounded_up(max(slots, MIN_ROWS), _ROW_QUANTUM)
+        self.rows = _rounded_up(max(slots, MIN_ROWS), _ROWS_PER_BLOCK)
         self._capacity_limit = _rounded_up(max_length, 2 * _SPAN_QUANTUM)
         self.cache = SlotCache(self.rows, min(_FIRST_CAPACITY, self._capacity_limit))
         self._model = model
@@ -80,11 +83,14 @@ class SlotDecoder:
         self._fractions = torch.ones(2, self.rows, device=self.device)
         self._temperatures, self._top_p = self._fractions
 
-    def rows_computed(self, used: int) -> int:
-        """How many rows a step computes if so many are in use."""
-        if self._graphs is None:
-            return _rounded_up(max(used, MIN_ROWS), _ROW_QUANTUM)
-        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes keep the number of graphs low
+    def blocks(self, count: int) -> list[range]:
+        """The blocks of rows for `count` requests, longest contexts first; a block is read as a whole.
+
+        On a GPU there is one block, which shrinks only if that saves rows: moving rows is expensive there.
+        """
+        if self.device.type != "cpu" or not self._own_attention:
+            return [range(self._rows_computed(count))]
+        return [range(i, min(i + _ROWS_PER_BLOCK, count)) for i in range(0, count, _ROWS_PER_BLOCK)]
 
     @torch.no_grad()
     def follow_weights(self) -> None:
@@ -140,23 +146,32 @@ class SlotDecoder:
         are dead. `cut`: at least one row has top-p below 1.
         """
         self._switch_dropout_off()
-        rows = self.rows_computed(len(lengths))
+        rows = self._rows_computed(len(lengths))
         longest = max(lengths)
         self._reserve(longest)
         if self._graphs is not None:
             span = min(_rounded_up(longest, _graph_quantum(longest)), self.cache.capacity)
-            step = partial(self._step, rows, span, cut)
+            step = partial(self._step, rows, {range(rows): span}, cut)
             drawn = self._graphs.run((rows, span, cut), step, self._states())
         else:
-            drawn = self._step(rows, _rounded_up(longest, _SPAN_QUANTUM), cut)
+            longest_in = {block: max(lengths[block.start : block.stop]) for block in self.blocks(len(lengths))}
+            spans = {block: _rounded_up(longest, _SPAN_QUANTUM) for block, longest in longest_in.items()}
+            drawn = self._step(rows, spans, cut)
         tokens, logprobs = drawn.tolist()
         return list(map(int, tokens)), logprobs
 
-    def _step(self, rows: int, span: int, cut: bool) -> Tensor:
+    def _rows_computed(self, used: int) -> int:
+        if self._graphs is None:
+            return _rounded_up(max(used, MIN_ROWS), _ROWS_PER_BLOCK)
+        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes keep the number of graphs low
+
+    def _step(self, rows: int, spans: Mapping[range, int], cut: bool) -> Tensor:
         positions = self._positions[:rows]
+        span = max(spans.values())
         self.cache.expect_step(positions, span)
         masks = self._masks(positions[:, None, None], self._key_positions[:span])
-        logits = self._forward.logits(self._tokens[:rows, None], positions[:, None], masks)
+        with reading(spans):
+            logits = self._forward.logits(self._tokens[:rows, None], positions[:, None], masks)
         tokens, logprobs = self._sampler.draw(
             logits,
             self._seeds[:rows],

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -276,18 +277,19 @@ class EmbeddedEngine(EngineBase):
             self._waiting = []
 
     def _arrange(self) -> None:
-        """Assign rows to new requests. Others move only if the decoder then computes fewer rows."""
+        """Assign rows to new requests, and group contexts of similar length for the decoder."""
         if self._rows is not None:
             self._rows.give_all()
             self._rows = None
-        computed = range(self._decoder.rows_computed(len(self._running)))
-        free = iter(sorted(set(computed) - {running.row for running in self._running.values()}))
-        moving = [running for running in self._running.values() if running.row not in computed]
-        moved = {running.row: next(free) for running in moving if running.row != _NO_ROW}
+        lengths = {id: len(running) for id, running in self._running.items()}
+        rows = {id: running.row for id, running in self._running.items() if running.row != _NO_ROW}
+        arranged = rows_by_length(lengths, rows, self._decoder.blocks(len(lengths)))
+        moved = [id for id, row in rows.items() if row != arranged[id]]
         if moved:
-            self._decoder.move(moved, max(len(running) for running in moving))
-        for running in moving:
-            running.row = moved[running.row] if running.row != _NO_ROW else next(free)
+            longest = max(lengths[id] for id in moved)
+            self._decoder.move({rows[id]: arranged[id] for id in moved}, longest)
+        for id, running in self._running.items():
+            running.row = arranged[id]
         self._vacated = False
 
     def _ended_by_itself(self, running: _Running) -> bool:
@@ -323,6 +325,21 @@ class EmbeddedEngine(EngineBase):
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """PyTorch has a type for it on a GPU only."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:
+    """One row per request: the longest contexts in the first block of rows, the next in the second ...
+
+    A request that is already in the right block keeps its row of `rows`; new requests are only in `lengths`.
+    """
+    by_length = iter(sorted(lengths, key=lambda id: -lengths[id]))
+    arranged: dict[int, int] = {}
+    for block in blocks:
+        members = list(islice(by_length, len(block)))
+        staying = {id: rows[id] for id in members if rows.get(id) in block}
+        free = iter(sorted(set(block) - set(staying.values())))
+        arranged.update({id: staying[id] if id in staying else next(free) for id in members})
+    return arranged
 
 
 def _row_start(running: _Running) -> RowStart:

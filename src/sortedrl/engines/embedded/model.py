@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -267,6 +268,19 @@ def _rotated(states: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
     return torch.addcmul(states * cosine, states.roll(states.shape[-1] // 2, dims=-1), signed_sine)
 
 
+_spans_to_read: ContextVar[Mapping[range, int]] = ContextVar("spans_to_read")
+
+
+@contextmanager
+def reading(spans: Mapping[range, int]) -> Iterator[None]:
+    """How many keys each block of rows reads in a step, for attention functions that take no such argument."""
+    token = _spans_to_read.set(spans)
+    try:
+        yield
+    finally:
+        _spans_to_read.reset(token)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Attention of [rows, query heads, queries, width] over [rows, key heads, keys, width].
 
@@ -276,7 +290,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
         return _fused_attention(query, key, value, mask, scaling)
     assert mask is not None
     if query.shape[2] == 1:
-        return _one_query(query, key, value, mask, scaling)
+        return _block_by_block(query, key, value, mask, scaling)
     return _query_by_query(query, key, value, mask, scaling)
 
 
@@ -291,6 +305,17 @@ def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
         grouped = query.reshape(rows, key.shape[1], -1, width)
         attended = scaled_dot_product_attention(grouped, key, value, mask, scale=scaling)
         return attended.reshape(rows, heads, 1, -1)
+
+
+def _block_by_block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """One query per row; each block of rows reads as many keys as its longest context."""
+    attended = query.new_zeros(*query.shape[:3], value.shape[-1])
+    for block, span in _spans_to_read.get().items():
+        rows = slice(block.start, block.stop)
+        attended[rows] = _one_query(
+            query[rows], key[rows, :, :span], value[rows, :, :span], mask[rows, :, :, :span], scaling
+        )
+    return attended
 
 
 def _query_by_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
