@@ -149,9 +149,8 @@ class VllmEngine(EngineBase):
         self._scheduler = self._core.engine_core.scheduler
         self._tasks = self._core.get_supported_tasks()
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        self.drafter, device = self._core.collective_rpc(_drafter_and_device)[
-            0
-        ]  # None: no drafts, or vLLM's newer runner
+        # The drafter is None without drafts, and in vLLM's newer runner.
+        self.drafter, device = self._core.collective_rpc(_drafter_and_device)[0]
         if self.drafter is not None and options.get("load_format") != "dummy":
             require_exact_checks(device)
         self._own_drafter = own_drafter(self.drafter, draft_up_to)
