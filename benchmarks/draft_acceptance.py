@@ -54,7 +54,7 @@ def run_seed(args: argparse.Namespace, seed: int) -> None:
     drafts = {"method": "custom_class", "num_speculative_tokens": 3}
     drafts["model"] = "sortedrl.engines.suffix_drafter.SuffixDrafter"
     settings = TrainSettings(
-        mode=args.mode,
+        mode="baseline",  # where drafts are left on
         task="knights_and_knaves",
         task_options={
             "characters": "[2, 3, 3]",
@@ -99,6 +99,8 @@ def table(out: Path) -> None:
         *zip(("first third", "second third", "last third"), thirds, strict=True),
         ("all", range(updates)),
     ]:
+        if not places:
+            continue
         sums = [sum((Counter(lines[place]) for place in places), Counter()) for lines in seeds]
         per_step = [s["sampled"] / (s["sampled"] - s["accepted"]) for s in sums]
         print(
@@ -117,7 +119,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs/draft-acceptance"))
     parser.add_argument("--model")
-    parser.add_argument("--mode", default="baseline")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--updates", type=int, default=16)
     parser.add_argument("--problems", type=int, default=48)
