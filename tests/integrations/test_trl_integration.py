@@ -28,7 +28,7 @@ from sortedrl.engines.registry import SERVERS
 from sortedrl.integrations.trl import EngineMismatch, HookNeverFired, SortedGRPOTrainer
 from sortedrl.integrations.trl.fields import HOOKS, REFUSED, check_fields, check_version, schedule_for
 from sortedrl.integrations.trl.rows import filled_up, micro_batches, rows_in_groups, rows_needed
-from sortedrl.integrations.trl.run import LateRewards
+from sortedrl.integrations.trl.run import LateRewards, read_state, write_state
 from sortedrl.log.reading import read_intact
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.models.merged_weights import merged_weights
@@ -560,6 +560,11 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
     whole = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule=mode)
     whole.train()
     told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
+    if mode == "partial+elevator":  # a checkpoint as of sortedrl 0.2
+        state = read_state(tmp_path / "checkpoint-2", 0, 1)
+        del state["rows"]
+        state["events"], state["controller"]["events"] = state["controller"]["events"], 0
+        write_state(tmp_path / "checkpoint-2" / "sortedrl-0.json", state)
     again = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule=mode)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told  # the second telling counts

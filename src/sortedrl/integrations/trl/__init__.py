@@ -7,9 +7,9 @@
 
 Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `engine` (what
 generates), `run` (the scheduler's side), `rows` (converts an update to TRL's rows), `group_rewards` (dynamic
-sampling), `mismatch` (engine and trainer
-compared). On several ranks: `weights` (gathered from shards), `ranks` (rank 0 schedules for all).
-For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler), `tools` (the calls).
+sampling), `mismatch` (engine and trainer compared). On several ranks: `weights` (gathered from shards), `ranks` (rank 0
+schedules for all). For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler),
+`tools` (the calls).
 """
 
 from __future__ import annotations

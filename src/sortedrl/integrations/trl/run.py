@@ -171,12 +171,12 @@ class ScheduledRun:
         )
         if saved is not None:
             _refuse_changes(saved["schedule"], asdict(schedule))
-            _refuse_other_rows(saved["rows"], prompts)
+            _refuse_other_rows(saved.get("rows"), prompts)
             _require_log(log_path)
         self._recorder = Recorder(
             self.controller,
             log_path,
-            saved=None if saved is None else saved["controller"],
+            saved=None if saved is None else controller_state(saved),
             folds=self._log.sinks,
         )
         self._batches: Iterator[Batch] = iter(self.controller)
@@ -251,6 +251,12 @@ class ScheduledRun:
         self._recorder.close()
 
 
+def controller_state(saved: dict[str, Any]) -> dict[str, Any]:
+    """sortedrl 0.2 saved the number of events in the log beside the controller's state."""
+    state: dict[str, Any] = saved["controller"]
+    return state | {"events": saved.get("events", state["events"])}
+
+
 def _require_log(path: Path) -> None:
     if not path.exists():
         raise ConfigurationError(
@@ -269,9 +275,9 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _refuse_other_rows(saved: str, prompts: DatasetPrompts) -> None:
-    """`saved`: the digests of the rows."""
-    reason = why_changed(prompts.ids, prompts.row_digests, saved, "rows")
+def _refuse_other_rows(saved: str | None, prompts: DatasetPrompts) -> None:
+    """`saved`: the digests of the rows; the first checkpoints of 0.2 have none."""
+    reason = None if saved is None else why_changed(prompts.ids, prompts.row_digests, saved, "rows")
     if reason is not None:
         raise ConfigurationError(
             "train_dataset", f"{len(prompts)} rows", reason, "Restore the data of the run, or use another output_dir."

@@ -209,7 +209,7 @@ class VerlEngine(EngineBase):
             loop.is_live, loop.has_ended, loop.outcome = False, True, reports.LoopEnded(loop.dispatch)
             loop.keys, reward = tuple(keys), state["rewards"][id]
             loop.score = None if reward is None else (reward, None)
-            loop.metric = state["metrics"][id]
+            loop.metric = state.get("metrics", {}).get(id)  # sortedrl 0.2 did not save it
 
     # Slots
 
