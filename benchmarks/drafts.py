@@ -1,15 +1,19 @@
 """Generation with drafts (speculative decoding) on one GPU: vLLM in this process, no learner.
 
     python benchmarks/drafts.py run --out OUT [--shape 8b] [--stop-after 480] [--rows plain:baseline ...]
+    ... --end-to-end 3             then updates of end_to_end.py on the same engine, with drafts at 2.0 if it has any
     python benchmarks/drafts.py table --out OUT            what was measured beside what the simulator predicts
 
-A row is `[drafter/]when[ACCEPTANCE]:mode`, for example `eagle3/always2.0:baseline` or `never:partial+elevator:reuse`:
+A row is `[drafter/]when[ACCEPTANCE[/LIMIT]]:mode`, for example `eagle3/always2.0:baseline` or
+`never:partial+elevator:reuse`:
 
 - `plain`: an engine without speculative_config;
 - `never`, `tail`, `always`: an engine with a drafter that drafts in no step, in those with so few running requests that
-  it pays by the profile, or in all. One engine serves all of them: its drafter and its acceptance are switched;
+  it pays by the profile (`tail2.0/64`: at most 64), or in all. One engine serves all of them: its drafter and its
+  acceptance are switched;
 - `eagle3/...`: vLLM's drafter with a head of random weights in the shape of published ones (shapes/*-eagle3). It keeps
-  asynchronous scheduling, the newer model runner and full CUDA graphs of steps with drafts. `eagle3/free2.0`: the head
+  asynchronous scheduling, the newer model runner and full CUDA graphs of steps with drafts. The head runs in every
+  step: `never` and `tail` only drop its drafts, and such steps have no full CUDA graphs. `eagle3/free2.0`: the head
   does not run and the drafts are those of an earlier step, for what a drafter without any cost would give;
 - `ngram_gpu/always2.0`: vLLM's drafter without weights. It keeps asynchronous scheduling only. Random tokens never
   repeat, so where it finds nothing it is made to draft token 0, after its search;
@@ -21,7 +25,7 @@ has no synthetic acceptance, hardly a draft is accepted, and requests fail with 
 the script alone (--shape tiny).
 
 Profiles of both engines are measured first. Every row is appended to OUT/drafts.jsonl as soon as it exists. A row that
-does not fit in the time that is left, by its prediction, is left out.
+does not fit in the time that is left, by its prediction, is left out. A row may be named twice, for the spread.
 """
 
 from __future__ import annotations
@@ -35,17 +39,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import end_to_end
 import torch
 from end_to_end_workload import GIB, HERE, SHAPES, Mode, Shape, schedule_of, workload_of
 from synthetic_drafts import DRAFT_TOKENS, accepting, eagle3_head, geometric
 
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
-from sortedrl.engines.kv_cache_reuse import KVCacheReuse
+from sortedrl.engines.shared import KVCacheReuse
 from sortedrl.engines.speculative import DraftCounts, RepeatLast
-from sortedrl.engines.step_time import StepTime
+from sortedrl.engines.step_time import StepTime, When, checking_drafts, pays_up_to, with_drafts
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.studies import bench, profile_file
 from sortedrl.studies import workload as simulated
@@ -54,16 +59,25 @@ from sortedrl.studies.profile import FIRST_PLACE_OF_DRAFTS, Cell, Profile, measu
 from sortedrl.studies.workload import Workload
 
 BASELINE, PLANNED, ELEVATOR = "baseline", "on-policy+planned@oracle", "partial+elevator@oracle:reuse"
-ROWS = (  # the most valuable first
-    *(f"plain:{mode}" for mode in (BASELINE, ELEVATOR, PLANNED)),
+ROWS = (  # of each engine, the most valuable first
+    *(f"plain:{mode}" for mode in (BASELINE, PLANNED, ELEVATOR)),
     *(f"eagle3/always2.0:{mode}" for mode in (BASELINE, PLANNED, ELEVATOR)),
-    *(f"eagle3/{when}:{BASELINE}" for when in ("always1.5", "always2.5", "free2.0", "tail1.5")),
+    *(f"eagle3/{when}:{mode}" for when in ("always1.5", "always2.5") for mode in (PLANNED, ELEVATOR)),
+    *(f"eagle3/tail2.0/64:{mode}" for mode in (BASELINE, PLANNED)),
+    *(f"eagle3/never:{mode}" for mode in (BASELINE, ELEVATOR)),
+    f"eagle3/tail1.5/74:{BASELINE}",
+    f"eagle3/always2.0:{BASELINE}",
+    *(f"eagle3/{row}" for row in (f"never:{PLANNED}", f"always1.5:{BASELINE}", f"always2.5:{BASELINE}")),
+    f"eagle3/free2.0:{BASELINE}",
     f"ngram_gpu/always2.0:{BASELINE}",
 )
 SLACK = 1.1  # times the predicted seconds of a row
-END_TO_END_UPDATES = 5
-# Of each engine, in this order; a guess for the last two.
-START_SECONDS = {"plain": 80, "drafts": 40, "eagle3": 80, "ngram_gpu": 110}
+END_TO_END_UPDATES = 5  # simulated
+END_TO_END_ACCEPTANCE = 2.0
+# Of each engine with its profile, in this order, measured on an H200; a guess for the last one.
+START_SECONDS = {"plain": 66, "drafts": 40, "eagle3": 80, "ngram_gpu": 110}
+
+SWITCHED = ("drafts", "eagle3")  # engines whose drafts can be left out of a step
 
 
 @dataclass(frozen=True)
@@ -73,15 +87,19 @@ class Row:
     when: str  # plain, never, tail, always or free
     acceptance: float  # tokens per request and step with drafts; 1 without
     mode: Mode
+    limit: int | None  # of tail, on running requests; None: by the profile
 
     @classmethod
     def parsed(cls, text: str) -> Row:
-        match = re.fullmatch(r"(?:(eagle3|ngram_gpu)/)?(plain|never|(tail|always|free)([\d.]+)):(.+)", text)
+        pattern = r"(?:(eagle3|ngram_gpu)/)?(plain|never|(tail|always|free)([\d.]+)(?:/(\d+))?):(.+)"
+        match = re.fullmatch(pattern, text)
         if match is None:
             raise SystemExit(f"--rows {text}: use plain:MODE, never:MODE, tail2.0:MODE or eagle3/always2.0:MODE")
-        drafter, first, when, acceptance, mode = match.groups()
+        drafter, first, when, acceptance, limit, mode = match.groups()
         engine = "plain" if first == "plain" else drafter or "drafts"
-        return cls(text, engine, when or first, float(acceptance or 1.0), Mode.parsed(mode))
+        return cls(
+            text, engine, when or first, float(acceptance or 1.0), Mode.parsed(mode), int(limit) if limit else None
+        )
 
 
 class Measured:
@@ -119,7 +137,7 @@ def shaped(name: str, scale: float) -> Shape:
 
 def shape_of(shape: Shape, row: Row, updates: int) -> Shape:
     """A cohort is what is trained on, so that a gated mode is measured whole; the elevator keeps its larger window."""
-    if row.mode.case.mode.startswith("partial"):
+    if row.mode.case.schedule.mode.startswith("partial"):
         return shape
     prompts = updates * shape.rollouts_per_update // shape.rollouts_per_prompt
     return replace(shape, prompts_per_cohort=prompts)
@@ -134,22 +152,27 @@ def step_time_of(row: Row, measured: Measured, shape: Shape) -> StepTime:
     if row.when in ("plain", "never"):
         return without_drafts(row.engine, measured)
     times = times_of(row, measured)
-    return with_drafts(
-        *times, row.acceptance, "tail" if row.when == "tail" else "always", shape.slots, context_of(shape)
-    )
+    when: When = "tail" if row.when == "tail" and row.limit is None else "always"
+    return with_drafts(*times, row.acceptance, when, row.limit or shape.slots, context_of(shape))
 
 
 def times_of(row: Row, measured: Measured) -> tuple[StepTime, StepTime]:
     """Of steps without and with drafts."""
-    without = without_drafts(row.engine, measured)
     if row.when == "free":  # not measured apart: the simulator's model of a drafter without a profile
-        return without, checking_drafts(without, DRAFT_TOKENS)
-    return without, measured.profile(row.engine).drafted_step_time()
+        plain = without_drafts("plain", measured)
+        return plain, checking_drafts(plain, DRAFT_TOKENS)
+    return without_drafts(row.engine, measured), measured.profile(row.engine).drafted_step_time()
 
 
 def without_drafts(engine: str, measured: Measured) -> StepTime:
-    """vLLM's own drafters are timed with drafts only: the engine without a drafter stands in."""
-    return measured.profile(engine if engine == "drafts" else "plain").step_time()
+    """A draft model runs in steps without drafts, too. Where those were not timed, they are taken to last as long as
+    without a drafter, and the time by which the model prolongs the step of one request."""
+    profile = measured.profile(engine)
+    if not profile.draft_cells or profile.cells != profile.draft_cells:
+        return profile.step_time()
+    plain = measured.profile("plain").step_time()
+    prolonged = profile.drafted_step_time().at(1) - plain.at(DRAFT_TOKENS + 1)
+    return replace(plain, steps=tuple((running, seconds + prolonged) for running, seconds in plain.steps))
 
 
 def context_of(shape: Shape) -> float:
@@ -175,7 +198,9 @@ class Bench:
         self.began = time.perf_counter()
         self.profiled: set[str] = set()
         self.on_gpu = torch.cuda.is_available()
-        self.max_length = self.shape.prompt_tokens + self.shape.max_response_tokens
+        longest = max(self.shape.max_response_tokens, SHAPES[options.shape].max_response_tokens)
+        self.max_length = self.shape.prompt_tokens + longest
+        self.last_row_at = options.stop_after - options.end_to_end_seconds
 
     def log(self, text: str) -> None:
         print(f"[{self.seconds():6.1f} s] {text}", flush=True)
@@ -193,13 +218,13 @@ class Bench:
             load_format="dummy",
             dtype="bfloat16" if self.on_gpu else "float32",
             max_num_batched_tokens=self.shape.prefill_tokens_per_step,
-            kv_cache_memory_bytes=int(self.shape.kv_gib * GIB),
+            kv_cache_memory_bytes=int(self.kv_gib() * GIB),
             **({"gpu_memory_utilization": 0.3} if self.on_gpu else {"enforce_eager": True}),
             **({} if name == "plain" else {"speculative_config": self.speculative_config(name)}),
         )
         if name == "ngram_gpu":
             engine._core.collective_rpc(draft_without_match)
-        for most_running in (0, engine.slots) if name == "drafts" else (engine.slots,):
+        for most_running in (0, engine.slots) if name in SWITCHED else (engine.slots,):
             self.draft_up_to(engine, name, most_running)
             warm_up(engine, engine.info().vocabulary, self.max_length)
         warm_up(engine, engine.info().vocabulary, self.max_length)
@@ -239,7 +264,7 @@ class Bench:
         engine._core.collective_rpc(accept)
 
     def draft_up_to(self, engine: VllmEngine, name: str, most_running: int) -> None:
-        """From the next step on. vLLM's own drafters still run in steps whose drafts are not used."""
+        """From the next step on. A draft model still runs in steps whose drafts are not used."""
         if name == "drafts":
             engine.drafter.most_running = most_running
         elif name == "eagle3":
@@ -253,16 +278,18 @@ class Bench:
         cells = [(running, context) for context in contexts for running in levels]
         steps = 48 if self.on_gpu else 16
         draft_cells: list[Cell] = []
+        untimed = [cell for cell in cells if cell[1] == contexts[0]]  # kernels are compiled for each batch size
         if name != "plain":
             self.accept(engine, 1.0)
-            untimed = [cell for cell in cells if cell[1] == contexts[0]]  # kernels are compiled for each batch size
-            measure(engine, untimed, vocabulary, steps=steps, repeats=1, first_place=2 * FIRST_PLACE_OF_DRAFTS)
+            measure(engine, untimed, vocabulary, steps=8, repeats=1, first_place=2 * FIRST_PLACE_OF_DRAFTS)
             draft_cells = measure(
                 engine, cells, vocabulary, steps=steps, repeats=1, first_place=FIRST_PLACE_OF_DRAFTS,
                 counts=engine.draft_counts,
             )  # fmt: skip
-        timed = name in ("plain", "drafts")  # see without_drafts
-        self.draft_up_to(engine, name, 0 if timed else engine.slots)
+        if name in SWITCHED:
+            self.draft_up_to(engine, name, 0)
+            measure(engine, untimed, vocabulary, steps=8, repeats=1, first_place=3 * FIRST_PLACE_OF_DRAFTS)
+        timed = name == "plain" or name in SWITCHED
         plain = measure(engine, cells, vocabulary, steps=steps, repeats=1) if timed else draft_cells
         found = Profile(
             engine="vllm",
@@ -286,7 +313,7 @@ class Bench:
     def run(self, engine: VllmEngine, row: Row) -> None:
         workload, schedule = work_of(self.shape, row, self.options.updates, self.options.seed)
         said = predicted(row, self.measured, self.shape, self.options.updates, self.options.seed)
-        if self.seconds() + SLACK * said["seconds"] > self.options.stop_after:
+        if self.seconds() + SLACK * said["seconds"] > self.last_row_at:
             self.log(f"{row.name}: left out, it would take about {said['seconds']:.0f} s")
             return
         most_running, counts = None, DraftCounts()
@@ -295,7 +322,9 @@ class Bench:
             if row.when == "tail" and most_running in (0, self.shape.slots):
                 self.log(f"{row.name}: left out, drafts pay up to {most_running} running requests")
                 return
-        self.log(f"{row.name}: predicted {said['kept']:,.0f} tok/s, bubble {said['bubble']:.1%}")
+        self.log(
+            f"{row.name}: predicted {said['kept']:,.0f} tok/s in {said['seconds']:.0f} s, bubble {said['bubble']:.1%}"
+        )
         self.measured.append(kind="prediction", row=row.name, **said)
         if most_running is not None:
             self.accept(engine, row.acceptance)
@@ -327,6 +356,8 @@ class Bench:
     def most_running(self, row: Row) -> int:
         if row.when != "tail":
             return 0 if row.when == "never" else self.shape.slots
+        if row.limit is not None:
+            return row.limit
         times = times_of(row, self.measured)
         return pays_up_to(*times, row.acceptance, self.shape.slots, context_of(self.shape))
 
@@ -353,10 +384,30 @@ class Bench:
             while left:
                 row = left.pop(0)
                 self.run(engine, row)
+            if self.options.end_to_end:
+                self.end_to_end(engine, name)
         except Exception as error:
             self.failed(row.name, error)
         engine.close()
         return left
+
+    def end_to_end(self, engine: VllmEngine, name: str) -> None:
+        """At the shape's own lengths, into OUT/end_to_end-NAME."""
+        words = ["--modes", "baseline", "--updates", str(self.options.end_to_end), "--shape", self.options.shape]
+        words += ["--out", str(self.options.out / f"end_to_end-{name}"), "--kv-gib", str(self.kv_gib())]
+        words += ["--stop-after", str(self.options.stop_after - self.seconds())]
+        words += [] if self.shape.profile is not None else ["--calibrate"]
+        if name != "plain":
+            self.accept(engine, END_TO_END_ACCEPTANCE)
+            self.draft_up_to(engine, name, engine.slots)
+            if name == "eagle3":
+                engine._core.collective_rpc(head_switch(runs=True))
+            words += ["--drafts", str(END_TO_END_ACCEPTANCE)]
+            words += ["--draft-profile", str(self.measured.profile_path(name))]
+        end_to_end.main(words, engine)
+
+    def kv_gib(self) -> float:
+        return float(self.options.kv_gib or self.shape.kv_gib)
 
     def failed(self, what: str, error: Exception) -> None:
         traceback.print_exc()
@@ -407,14 +458,18 @@ def table(measured: Measured) -> str:
         f"{'row':48} {'tok/s':>7} {'x plain':>8} {'said':>7} {'error':>7} {'bubble':>7} {'per step':>8}  drafts up to"
     ]
     found = [line for line in measured.rows() if line["kind"] == "row"]
-    plain = {
-        line["row"].partition(":")[2]: line["metrics"]["kept"] for line in found if line["row"].startswith("plain:")
-    }
+    plain: dict[str, list[float]] = {}  # of a mode, every time it was run
+    for line in found:
+        when, _, mode = line["row"].partition(":")
+        if when == "plain":
+            plain.setdefault(mode, []).append(line["metrics"]["kept"])
     for line in found:
         row, kept = Row.parsed(line["row"]), line["metrics"]["kept"]
+        if row.when == "tail":
+            row = replace(row, limit=line["most_running"])  # as it was run
         said = predicted(row, measured, shaped(line["shape"], line["scale"]), line["updates"], line["seed"])
         of_plain = plain.get(row.name.partition(":")[2])
-        gain = f"{kept / of_plain:8.2f}" if of_plain else f"{'-':>8}"
+        gain = f"{kept / fmean(of_plain):8.2f}" if of_plain else f"{'-':>8}"
         most = line["most_running"]
         lines.append(
             f"{row.name:48} {kept:7,.0f} {gain} {said['kept']:7,.0f} {said['kept'] / kept - 1:+7.1%} "
@@ -427,7 +482,10 @@ def end_to_end_table(measured: Measured) -> str:
     """What these step times give with a learner on the same GPU: the workload and the learner of end_to_end.py."""
     lines: list[str] = []
     plain: dict[str, float] = {}  # updates per hour by mode; rows without drafts come first
-    for line in [line for line in measured.rows() if line["kind"] == "row"]:
+    found = {line["row"]: line for line in measured.rows() if line["kind"] == "row"}
+    if not found:
+        return ""
+    for line in found.values():
         row, shape = Row.parsed(line["row"]), SHAPES[line["shape"]]
         if (speed := shape.learner_tokens_per_second) is None:
             return ""
@@ -465,6 +523,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--stop-after", type=float, default=480, metavar="SECONDS", help="start no row that ends later")
+    parser.add_argument("--kv-gib", type=float, help="size of the engine's KV cache")
+    parser.add_argument("--end-to-end", type=int, default=0, metavar="UPDATES", help="the first is not counted")
+    parser.add_argument("--end-to-end-seconds", type=float, default=0, help="of --stop-after, where no row may run")
     parser.add_argument("--no-profiles", dest="profiles", action="store_false", help="use those that are in OUT")
     return parser.parse_args()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.equal_groups import DrawnEqual
+from sortedrl.engines.lengths import DrawnEqual
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.studies.simulate import Case, compare
 from sortedrl.studies.workload import Workload

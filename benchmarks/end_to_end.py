@@ -19,7 +19,8 @@ mode is not counted. A mode that fails is recorded with its error, and the next 
 Every row is printed and appended to OUT/end_to_end.jsonl as soon as it exists. The simulator's prediction for each mode
 is written before the mode runs. It comes from a profile of the engine and a speed of the learner: from earlier
 measurements (`--profile`, `--learner-tokens-per-second`), or measured at the start of this command (`--calibrate`).
-update_rows.py defines the parts of an update. It knows of no --drafts. With `--sglang-url` the engine is a server that
+update_rows.py defines the parts of an update. With `--drafts` every step has drafts of an EAGLE-3 head, predicted from
+`--draft-profile`; drafts.py --end-to-end runs this on its engines. With `--sglang-url` the engine is a server that
 starts meanwhile; it gets its weights by CUDA IPC, and at the end `--file-updates` times through files, with the seconds
 of each part.
 """
@@ -35,6 +36,7 @@ import sys
 import time
 import traceback
 import urllib.request
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import pairwise, product
@@ -65,11 +67,10 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.checked_weights import CheckedWeights
-from sortedrl.engines.equal_groups import simulated_reward
-from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.kv_cache_reuse import KVCacheReuse
-from sortedrl.engines.lengths import LognormalLengths, length_of_request
+from sortedrl.engines.lengths import ForcedLengths, LognormalLengths, length_of_request, simulated_reward
 from sortedrl.engines.servers.sglang import SglangEngine
+from sortedrl.engines.shared import KVCacheReuse
+from sortedrl.engines.step_time import with_drafts
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.settings import LearnerSettings
@@ -81,8 +82,10 @@ from sortedrl.studies.workload import expectation_for
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 
+DRAFT_PROFILE = HERE / "measured" / "h200-drafts" / "eagle3" / "profile-eagle3.json"  # of the shape 8b
 
-def arguments() -> argparse.Namespace:
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--modes", nargs="+", default=["baseline", "partial+elevator"], metavar="MODE")
@@ -100,12 +103,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--median-length", type=float, help="of the forced lengths")
     parser.add_argument("--max-response-tokens", type=int)
     parser.add_argument("--drafts", type=float, help="of an EAGLE-3 head: mean tokens per request and step, on a GPU")
+    parser.add_argument("--draft-profile", type=Path, help="profile-eagle3.json of drafts.py, of this shape")
     parser.add_argument("--filtered", type=float, default=0.0, help="fraction of the groups whose rewards are equal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sglang-url", metavar="URL", help="of a server that is starting, instead of vLLM")
     parser.add_argument("--file-updates", type=int, default=0, help="after all modes, with --sglang-url")
     parser.add_argument("--out", type=Path, default=Path("h200"))
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def settings_of(options: argparse.Namespace) -> Shape:
@@ -151,7 +155,7 @@ class Bench:
     def log(self, text: str) -> None:
         print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
 
-    def start(self) -> None:
+    def start(self, engine: VllmEngine | None = None) -> None:
         shape = self.shape
         with torch.device("meta"):
             meta = AutoModelForCausalLM.from_config(self.config)  # type: ignore[no-untyped-call]
@@ -159,7 +163,7 @@ class Bench:
         memory = memory_arithmetic(self.config, weights, shape)
         self.log(f"{weights / 1e9:.2f} billion weights; GiB: " + ", ".join(f"{k} {v:.1f}" for k, v in memory.items()))
         self.write("start", machine=machine(), settings=_as_json(vars(self.options)), memory=memory)
-        self.engine = self._server() if self.options.sglang_url else self._vllm()
+        self.engine = engine or (self._server() if self.options.sglang_url else self._vllm())
         self.log(f"engine started, room for {self.engine.info().kv_tokens} tokens of KV; {self.memory()}")
         torch.manual_seed(self.options.seed)
         with torch.device("cuda" if self.on_gpu else "cpu"):
@@ -398,9 +402,12 @@ def print_table(path: Path) -> None:
     write_atomically(path.with_suffix(".txt"), text + "\n")
 
 
-def main() -> int:
-    options = arguments()
+def main(words: Sequence[str] | None = None, engine: VllmEngine | None = None) -> int:
+    """`engine`: one that has started, instead of a new one."""
+    options = arguments(words)
     shape, modes = settings_of(options), [Mode.parsed(text) for text in options.modes]
+    if options.drafts is not None:
+        modes = [replace(mode, name=f"{mode.name}, drafts {options.drafts:g}") for mode in modes]
     run = Bench(options, shape, enable_sleep_mode=any(mode.sleep or mode.offload for mode in modes))
     known = profile_file.read(shape.profile) if shape.profile is not None else None
     speed = shape.learner_tokens_per_second
@@ -412,18 +419,22 @@ def main() -> int:
 
     def predictions() -> dict[str, dict[str, float]]:
         assert known is not None and speed is not None
+        step_time = known.step_time()
+        if options.drafts is not None and not options.calibrate:
+            drafted = profile_file.read(options.draft_profile or DRAFT_PROFILE).drafted_step_time()
+            step_time = with_drafts(step_time, drafted, options.drafts, "always", shape.slots)
         found = {}
         for mode in modes:
             schedule = schedule_of(shape, mode, options.seed)
             workload = workload_of(shape, mode, options.updates, options.seed)
-            found[mode.name] = predicted(workload, schedule, known, speed, run.updates_of(mode))
+            found[mode.name] = predicted(workload, schedule, known, speed, run.updates_of(mode), step_time)
             run.write("prediction", mode=mode.name, learner_tokens_per_second=speed, **found[mode.name])
             run.log(f"predicted {mode.name}: {found[mode.name]['updates_per_hour']:.1f} updates/h, " + ", ".join(
                 f"{part} {found[mode.name][part]:.2f}" for part in PARTS))  # fmt: skip
         return found
 
     said = {} if options.calibrate else predictions()
-    run.start()
+    run.start(engine)
     if options.calibrate:
         known, speed = run.calibrate()
         said = predictions()
@@ -436,7 +447,8 @@ def main() -> int:
         print_table(options.out / "end_to_end.jsonl")
     for version in range(1, options.file_updates + 1):
         run.update_through_files(version)
-    run.engine.close()
+    if engine is None:
+        run.engine.close()
     return 0
 
 

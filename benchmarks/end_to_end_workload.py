@@ -11,11 +11,11 @@ from update_rows import UpdateRows, summary
 
 from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.equal_groups import DrawnEqual
-from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.lengths import DrawnEqual, LognormalLengths
+from sortedrl.engines.step_time import StepTime
 from sortedrl.studies import bench, profile
 from sortedrl.studies import workload as simulated
-from sortedrl.studies.workload import Workload
+from sortedrl.studies.workload import Workload, with_mode
 
 GIB = 2**30
 HERE = Path(__file__).parent
@@ -101,7 +101,7 @@ class Mode:
         if len(numbers) > 1 or 0 in numbers:
             raise SystemExit(f"--modes {text}: give one number of updates, at least 1.")
         flags = (option in options for option in ("reuse", "stream", "sleep", "offload"))
-        return cls(":".join([case, *options]), bench.Case.parsed(case), *flags, *numbers)
+        return cls(":".join([case, *options]), bench.case_of(case, Workload(), Schedule()), *flags, *numbers)
 
 
 def schedule_of(shape: Shape, mode: Mode, seed: int) -> Schedule:
@@ -115,7 +115,8 @@ def schedule_of(shape: Shape, mode: Mode, seed: int) -> Schedule:
         max_filtered_fraction=1.0,
         seed=seed,
     )
-    return mode.case.schedule(base)
+    chosen = mode.case.schedule
+    return replace(with_mode(base, chosen.mode), oversubscribe=chosen.oversubscribe)
 
 
 def workload_of(shape: Shape, mode: Mode, updates: int, seed: int) -> Workload:
@@ -128,7 +129,7 @@ def workload_of(shape: Shape, mode: Mode, updates: int, seed: int) -> Workload:
         slots=shape.slots,
         prompts=shape.prompts_per_cohort * cohorts,
         prompt_tokens=shape.prompt_tokens,
-        expectation=mode.case.expectation,
+        expectation=mode.case.workload.expectation,
         reuse_kv_cache=mode.reuse_kv_cache,
         stream=mode.stream,
         share_gpu=mode.stream,
@@ -137,14 +138,19 @@ def workload_of(shape: Shape, mode: Mode, updates: int, seed: int) -> Workload:
 
 
 def predicted(
-    workload: Workload, schedule: Schedule, known: profile.Profile, learner_tokens_per_second: float, updates: int
+    workload: Workload,
+    schedule: Schedule,
+    known: profile.Profile,
+    learner_tokens_per_second: float,
+    updates: int,
+    step_time: StepTime | None = None,  # with drafts; default: that of the profile
 ) -> dict[str, float]:
     """The simulator's answer for the same lengths, updates and modes."""
     per_token = 1 / learner_tokens_per_second
     prompts = schedule.rollouts_needed * workload.prompt_tokens
     timed = replace(
         workload,
-        step_time=known.step_time(),
+        step_time=step_time or known.step_time(),
         kv_tokens=known.kv_tokens,
         weight_update_seconds=known.weight_update_seconds or 0.0,
         learner_seconds_per_token=per_token,

@@ -18,7 +18,7 @@ from svg_style import TEXT, style
 from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.core.group_filter import EQUAL_REWARDS
-from sortedrl.engines.equal_groups import DrawnEqual
+from sortedrl.engines.lengths import DrawnEqual
 from sortedrl.studies.workload import Workload, run
 
 SLOTS, COHORT, COHORTS = 8, 32, 8

@@ -56,9 +56,8 @@ def rows() -> Iterator[Row]:
         written = json.loads(path.read_text(encoding="utf-8"))
         for mode, found in written.get("modes", {}).items():
             settings = settings_of(path, written)
-            said = bench.predicted(
-                bench.Case.parsed(mode), bench_workload(settings), bench_schedule(settings), found["updates"]
-            )
+            case = bench.case_of(mode, bench_workload(settings), bench_schedule(settings))
+            said = bench.predicted(case, found["updates"])
             off = said["goodput"] / found["goodput"] - 1
             yield Row(path.stem, mode, found, off, 100 * (said["bubble"] - found["bubble"]))
 

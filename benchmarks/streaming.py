@@ -33,8 +33,7 @@ from server_process import serving
 from sortedrl.core import Controller, EventLog, Prompts, Schedule, events
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.checked_weights import CheckedWeights
-from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.lengths import LognormalLengths, length_of_request
+from sortedrl.engines.lengths import ForcedLengths, LognormalLengths, length_of_request
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.learner.learner import Learner

@@ -52,9 +52,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines import vllm as our_vllm
-from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.kv_cache_reuse import KVCacheReuse
-from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.lengths import ForcedLengths, LognormalLengths
+from sortedrl.engines.shared import KVCacheReuse
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.studies import profile_file
 from sortedrl.studies.measurements import machine, random_prompts

@@ -43,9 +43,8 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import DrawnEpisodes, end_of_turn
-from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.kv_cache_reuse import KVCacheReuse
-from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.lengths import ForcedLengths, LognormalLengths
+from sortedrl.engines.shared import KVCacheReuse
 from sortedrl.engines.vllm import VllmEngine
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.metrics import Metrics
@@ -53,7 +52,7 @@ from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies import profile, profile_file
 from sortedrl.studies import workload as simulated
 from sortedrl.studies.measurements import machine, random_prompts, warm_up
-from sortedrl.studies.workload import OwnLimit, Workload, expectation_for, with_mode
+from sortedrl.studies.workload import Workload, expectation_for, with_mode
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 
@@ -218,14 +217,13 @@ def predicted(
     kv_tokens: int | None,
     options: argparse.Namespace,
     workload: Workload | None = None,
-    own_limit: OwnLimit | None = None,
 ) -> list[RunMetrics]:
     """The simulator's marks, by default for the same lengths and latencies."""
     marks = Marks()
     timed = replace(
         workload or workload_of(shape, mode, options), step_time=known.step_time(), kv_tokens=kv_tokens
     )  # fmt: skip
-    simulated.run(timed, schedule_of(shape, mode, options), marks, max_updates=mode.updates, own_limit=own_limit)
+    simulated.run(timed, schedule_of(shape, mode, options), marks, max_updates=mode.updates)
     return marks.found
 
 
@@ -425,11 +423,10 @@ def main() -> int:
     predictions: dict[str, dict[str, Prediction]] = {mode.name: {} for mode in modes}
 
     def predict(key: str, known: profile_file.Profile, kv_tokens: int | None) -> None:
-        steady, step_time = limit_of(shape, known, options), known.step_time()
+        steady = limit_of(shape, known, options)
         for mode in modes:
-            own = OwnLimit(step_time, shape.slots)
-            marks = predicted(shape, mode, known, kv_tokens, options, own_limit=own)
-            limit = max(steady, own.tokens_per_second())
+            marks = predicted(shape, mode, known, kv_tokens, options)
+            limit = max(steady, summary(marks)["goodput"])
             predictions[mode.name][key] = marks, limit
             bench.log(f"{key} {mode.name}: {marks[-1].seconds:.1f} s, goodput {summary(marks)['goodput']:,.0f} tok/s, "
                       f"limit {limit:,.0f} tok/s")  # fmt: skip

@@ -38,11 +38,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sortedrl.core.engine import EngineBase
 from sortedrl.engines.checked_weights import CheckedWeights
-from sortedrl.engines.output_layer import OUTPUT_LAYER, with_output_layer
 from sortedrl.engines.servers.base import HttpEngine, ServerPool
 from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.engines.servers.vllm import VllmServerEngine
 from sortedrl.engines.servers.weight_files import WeightFiles
+from sortedrl.engines.shared import OUTPUT_LAYER, with_output_layer
 from sortedrl.learner.models import response_logprobs
 from sortedrl.studies.measurements import machine, random_prompts
 
@@ -189,6 +189,7 @@ def file_seconds(engine: EngineBase, files: WeightFiles, weights: dict[str, Any]
 
 def main() -> int:
     options = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a time limit ends the servers, too
     options.out.mkdir(parents=True, exist_ok=True)
     on_gpu, began = torch.cuda.is_available(), time.perf_counter()
     folder = HERE / "shapes" / SHAPES[options.shape]

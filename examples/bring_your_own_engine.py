@@ -1,4 +1,4 @@
-"""Use your own engine with the scheduler: implement five methods (the contract is in sortedrl/core/engine.py).
+"""Use your own engine with the scheduler: implement five methods (the contract is in sortedrl/core/engine_protocol.py).
 
 This one "generates" letters, one per slot and step, and ends a response with probability 1/20. Run it:
 

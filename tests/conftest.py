@@ -1,15 +1,14 @@
 """For all tests: interruptible commands, one PyTorch thread, the same examples at each run and no limit of their time,
 no garbage collection of modules, and engines that are closed after the test."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +62,33 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a command in this process, which must end with the exit code; returns what it printed: `out` and `err`."""
+    from sortedrl.cli import main
+
+    def run(*words: Any, code: int = 0) -> Any:
+        capsys.readouterr()
+        ended = main([*map(str, words)])
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        return printed
+
+    return run
+
+
+@pytest.fixture
+def refused(told: Callable[..., Any]) -> Callable[..., str]:
+    """Runs a command in this process that is refused; returns the one line that says why."""
+
+    def run(*words: Any) -> str:
+        error: str = told(*words, code=2).err
+        assert error.startswith("sortedrl: ") and error.count("\n") == 1, error
+        return error
+
+    return run
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The pages: short lines, small tables, the README's shape, and a site without a broken link."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Who may import whom, and what `import sortedrl` costs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

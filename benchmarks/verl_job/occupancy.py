@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sortedrl.integrations.verl.plugin import after_import
+import wrapt
 
 FOLDER = os.environ.get("OCCUPANCY_FOLDER")
 
@@ -104,5 +104,5 @@ def whole_lines(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 if FOLDER:
-    after_import("verl.workers.rollout.llm_server", watch_client)
-    after_import("verl.trainer.ppo.v1.trainer_base", watch_sampling)
+    wrapt.register_post_import_hook(watch_client, "verl.workers.rollout.llm_server")
+    wrapt.register_post_import_hook(watch_sampling, "verl.trainer.ppo.v1.trainer_base")

@@ -1,7 +1,5 @@
 """`sortedrl doctor`: what it says is installed is, what is missing has its command, and the self-test can fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

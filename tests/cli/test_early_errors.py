@@ -1,7 +1,5 @@
 """What is missing is refused before PyTorch is imported, which takes seconds. A full disk is one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Commands that read a folder never run code from it, whatever its files name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of the scheduler: a fresh controller goes on exactly as the undisturbed run would have."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +23,7 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
+from sortedrl.core.checkpoint import restore_cursor, saved_cursor
 from sortedrl.core.strategies.base import Sweep
 
 MODES = sorted(set(scenarios.MODES) - {"async-pool"})
@@ -349,9 +348,9 @@ def test_data_that_is_no_longer_shuffled_is_refused() -> None:
     taken = prompts.take(5, within_epoch=True)
     in_order = Prompts([Prompt(f"p{i}", [1]) for i in range(10)], seed=4, shuffle=False)
     with pytest.raises(ValueError, match=r"shuffle = True, this run has .* shuffle = False"):
-        in_order.restore(prompts.state())
+        restore_cursor(in_order, saved_cursor(prompts))
     again = Prompts([Prompt(f"p{i}", [1]) for i in range(10)], seed=4)
-    again.restore(prompts.state())
+    restore_cursor(again, saved_cursor(prompts))
     assert not set(taken) & set(again.take(5, within_epoch=True))
 
 

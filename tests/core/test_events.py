@@ -1,7 +1,5 @@
 """The event log: append-only, the same after a trip through a file, and honest about roll-backs."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expected length: what is sensed, in the order of trust that the rules state."""
 
-from __future__ import annotations
-
 import json
 from statistics import median_high
 from unittest.mock import patch

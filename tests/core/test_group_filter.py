@@ -1,7 +1,5 @@
 """Dynamic sampling: random runs with filters hold to the rules, and single rules by example."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -11,6 +9,7 @@ from random_runs import case_of, play
 from scenarios import Run, run, scenario
 from schedule_rules import check_outcome
 from sortedrl.core import ConfigurationError, Rollout, SchedulerState
+from sortedrl.core.dynamic_sampling import DynamicSampling
 from sortedrl.core.events import Aborted, Filtered, Loaded, RunBegan
 from sortedrl.core.group_filter import FilterFailed, GroupFilter, TooManyFiltered
 
@@ -128,8 +127,7 @@ def test_filtered_rewards_go_with_the_next_batch_also_after_a_resume() -> None:
 
 
 def breaks_the_gate(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerState, "unready_of_older_cohorts", 0)
-    patch.setattr(SchedulerState, "is_of_older_cohort", lambda self, group: False)
+    patch.setattr(DynamicSampling, "note_joined", lambda self: None)
 
 
 def keeps_everything(patch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ The simulator's token is its position and its log-probability minus (position + 
 between the engine and a batch is a failing test.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 

@@ -7,8 +7,6 @@ log-length, is its bias, in reward deviations per e-fold of length. Cohorts of 5
 batches by length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

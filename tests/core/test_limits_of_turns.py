@@ -1,7 +1,5 @@
 """Which tokens the limits of a schedule count in a rollout of several turns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from sortedrl.core import Controller, EventLog, Prompts, ScoreAtOnce, events
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.turns import limit_reached
 
 
 def two_turns() -> Rollout:
@@ -26,15 +25,15 @@ def two_turns() -> Rollout:
 def test_tokens_of_the_environment_count_only_if_the_schedule_says_so() -> None:
     counts, policy_only = Schedule(max_response_tokens=10, count_observations=True), Schedule(max_response_tokens=10)
     assert (counts.room_for(two_turns()), policy_only.room_for(two_turns())) == (3, 7)
-    assert (counts.limit_reached(two_turns(), 2), policy_only.limit_reached(two_turns(), 2)) == ("", "")
-    assert counts.limit_reached(two_turns(), 3) == "max_response_tokens"
-    assert policy_only.limit_reached(two_turns(), 300) == ""
+    assert (limit_reached(counts, two_turns(), 2), limit_reached(policy_only, two_turns(), 2)) == ("", "")
+    assert limit_reached(counts, two_turns(), 3) == "max_response_tokens"
+    assert limit_reached(policy_only, two_turns(), 300) == ""
 
 
 def test_the_context_bounds_both() -> None:
     schedule = Schedule(max_response_tokens=10, max_context_tokens=11, count_observations=True)
     assert schedule.room_for(two_turns()) == 1
-    assert schedule.limit_reached(two_turns(), 1) == "max_context_tokens"
+    assert limit_reached(schedule, two_turns(), 1) == "max_context_tokens"
 
 
 class IgnoresTheLimit(PacedEngine):
@@ -47,8 +46,8 @@ class IgnoresTheLimit(PacedEngine):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_response_tokens": 40, "count_observations": True}, "max_response_tokens is 40"),
-        ({"max_response_tokens": 99, "max_context_tokens": 40}, "max_context_tokens is 40"),
+        ({"max_response_tokens": 40, "count_observations": True}, "max_new_tokens was 5"),
+        ({"max_response_tokens": 99, "max_context_tokens": 40}, "max_new_tokens was 2"),
     ],
 )
 def test_an_engine_that_ignores_max_new_tokens_costs_its_rollouts(limits: dict[str, Any], message: str) -> None:

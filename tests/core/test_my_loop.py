@@ -1,7 +1,5 @@
 """The loop of docs/my_loop.md, as a user would copy it: a run is interrupted and resumed, and its log is whole."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import signal

@@ -1,7 +1,5 @@
 """Overlap in real time: the engine goes on while the learner steps in a thread of its own."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

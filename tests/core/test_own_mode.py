@@ -1,7 +1,5 @@
 """A mode of your own: found by its import path wherever a mode is named, and told what it does wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

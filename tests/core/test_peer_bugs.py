@@ -1,6 +1,4 @@
-"""Bugs that users of other RL systems have hit: each is a test here."""
-
-from __future__ import annotations
+"""Bugs that users of other RL systems have hit, as far as the random schedules do not show their absence."""
 
 import pytest
 
@@ -18,10 +16,8 @@ from sortedrl.core import (
     ScoreAtOnce,
     events,
 )
-from sortedrl.core.rollout import Rollout
 
 MODES = sorted(set(scenarios.MODES) - {"async-pool"})
-ON_POLICY = [mode for mode in MODES if STRATEGIES[mode].on_policy]
 KEEPS_TOKENS = [mode for mode in MODES if STRATEGIES[mode].keeps_tokens]
 ONE_LONG = [40, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1]
 
@@ -79,39 +75,6 @@ def test_a_straggler_that_never_answers_does_not_wedge_the_run(mode: str) -> Non
 
 
 @pytest.mark.parametrize("mode", KEEPS_TOKENS)
-def test_a_resumed_request_has_only_what_is_left_of_its_budget(mode: str) -> None:
-    result = run(mode, ONE_LONG, slots=4, rollouts_per_update=2, max_response_tokens=25)
-    resumed = [request for request in result.engine.requests if request.prefix]
-    assert resumed
-    assert all(request.max_new_tokens == 25 - request.prefix_length for request in resumed)
-    long = next(rollout for batch in result.batches for rollout in batch if rollout.id == 0)
-    assert (len(long), long.truncated) == (25, True)
-
-
-@pytest.mark.parametrize("mode", ON_POLICY)
-def test_tokens_of_stopped_requests_are_not_requeued_in_on_policy_modes(mode: str) -> None:
-    """One sample never mixes versions."""
-    result = run(mode, ONE_LONG, redraws=True, slots=4, rollouts_per_update=2, prompts_per_cohort=8)
-    assert len(result.batches) > 3
-    for batch in result.batches:
-        assert {version for rollout in batch for version in rollout.versions} == {batch.version}
-    assert not any(request.prefix for request in result.engine.requests)
-
-
-@pytest.mark.parametrize("mode", KEEPS_TOKENS)
-def test_log_probabilities_and_mask_stay_aligned_over_resumes(mode: str) -> None:
-    """The simulator's token is its position and its log-probability minus (position + 1)."""
-    result = run(mode, ONE_LONG, slots=4, rollouts_per_update=2)
-    long = next(rollout for batch in result.batches for rollout in batch if rollout.id == 0)
-    assert len(long.segments) > 3
-    assert long.tokens == list(range(40))
-    assert long.logprobs == [-1 - position for position in range(40)]
-    assert long.mask == [1] * 40
-    assert len(long.versions) == 40
-    assert long.versions == sorted(long.versions)
-
-
-@pytest.mark.parametrize("mode", KEEPS_TOKENS)
 def test_staleness_is_counted_rightly_after_a_restart_and_the_bound_holds(mode: str) -> None:
     plan = scenario(mode, ONE_LONG, slots=4, rollouts_per_update=2, max_staleness=2)
     first = Run(plan).updates(2)
@@ -122,38 +85,6 @@ def test_staleness_is_counted_rightly_after_a_restart_and_the_bound_holds(mode: 
     ages = [batch.version - version for batch in second.batches for r in batch for version in r.versions]
     assert max(ages) == 2
     assert second.run_metrics.staleness_max == 2
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_partial_rollouts_are_not_lost_on_resume(mode: str) -> None:
-    """After a restart every prompt is still trained on, the long ones too, and cached tokens are not made again."""
-    plan = scenario(mode, ONE_LONG, slots=4, rollouts_per_update=4, prompts_per_cohort=12)
-    first = Run(plan).updates(2)
-    cached = sum(len(rollout) for rollout in first.controller.live.values())
-    second = Run(plan, state=first.checkpoint()).to_end()
-    trained = [rollout for batch in first.batches + second.batches for rollout in batch]
-    assert sorted(rollout.id for rollout in trained) == list(range(len(ONE_LONG)))
-    assert sorted(map(len, trained)) == sorted(ONE_LONG)
-    if STRATEGIES[mode].keeps_tokens:
-        assert cached > 0
-        assert second.run_metrics.generated_tokens == sum(b.tokens for b in second.batches) - cached
-
-
-def test_stopping_does_not_wait_for_a_slow_judge_in_partial_mode() -> None:
-    slow = run("partial", [1, 2, 2, 30], slots=4, rollouts_per_update=2, score_seconds=(500.0, 0.0, 0.0, 0.0))
-    assert slow.all(events.Updated)[0].at == 2.0
-
-
-def test_stopping_waits_for_a_slow_judge_on_policy_up_to_the_limit_only() -> None:
-    slow = run(
-        "on-policy",
-        [1, 2, 2, 30],
-        slots=4,
-        rollouts_per_update=2,
-        score_seconds=(500.0, 0.0, 0.0, 0.0),
-        score_wait_seconds=8.0,
-    )
-    assert slow.all(events.Updated)[0].at == 2.0 + 8.0
 
 
 def test_every_request_is_sampled_with_the_settings_that_the_learner_knows() -> None:
@@ -187,12 +118,3 @@ def test_a_cohort_given_in_rollouts_instead_of_prompts_is_explained_in_numbers()
     assert "Set prompts_per_cohort to 128 or more" in str(error.value)
     with pytest.raises(ConfigurationError, match="cannot fill one update of 128"):
         Controller(PacedEngine(slots=1), Prompts([Prompt("a", [1])]), ScoreAtOnce(len), Schedule(prompts_per_cohort=64))
-
-
-def test_a_batch_of_one_mode_is_a_batch_of_every_mode() -> None:
-    """Whatever the mode, a batch is a sequence of scored rollouts, shortest first, with the learner's version."""
-    for mode in MODES:
-        for batch in run(mode, ONE_LONG, rollouts_per_update=4).batches:
-            assert all(isinstance(rollout, Rollout) and rollout.reward is not None for rollout in batch)
-            assert [len(rollout) for rollout in batch] == sorted(len(rollout) for rollout in batch)
-            assert batch.tokens == sum(len(rollout) for rollout in batch)

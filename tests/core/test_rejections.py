@@ -1,7 +1,5 @@
 """When a run stops for its rejections, what it prints about them, and how soon a score is seen."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

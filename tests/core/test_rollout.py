@@ -1,7 +1,5 @@
 """Segments of the policy and of the environment in one rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

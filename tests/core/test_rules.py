@@ -1,7 +1,5 @@
 """The rules of a harvest, one small run for each edge. A step takes a second unless a test says otherwise."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Random runs with faults hold to the rules, and the rules notice what breaks them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

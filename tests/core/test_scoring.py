@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -10,7 +8,8 @@ from typing import Any
 import pytest
 
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.core.scoring import Score, Scorer, wait_briefly
+from sortedrl.core.scoring import Score, Scorer
+from sortedrl.core.waiting import wait_briefly
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function
 from sortedrl.tasks.task import Problem, Reward
 

@@ -1,7 +1,5 @@
 """Environments that are slower than the engine: how many rollouts a partial mode opens while they work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

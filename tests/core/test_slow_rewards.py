@@ -1,7 +1,5 @@
 """A reward that is slower than the engine: rollouts without a score must not pile up without bound."""
 
-from __future__ import annotations
-
 import pytest
 
 from sortedrl.core import Controller, Prompt, Prompts, Rollout, Schedule, events

@@ -1,7 +1,5 @@
 """Streaming: what is certain to be in the coming update goes to the learner while the rest is generated."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Random runs with rollouts of several turns, with failures, hangs, late answers, deaths and interrupts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Rollouts of several turns: what each mode does with them at a harvest, and what failing environments cost."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

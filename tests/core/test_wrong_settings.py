@@ -1,7 +1,5 @@
 """Settings that a loop of your own passes without a command line: the wrong kind is refused where it is passed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from sortedrl.core import (
     Schedule,
     ScoreAtOnce,
 )
+from sortedrl.core.checkpoint import saved_cursor
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
 from sortedrl.tasks.scoring import BackgroundScorer
@@ -58,7 +57,10 @@ def watch(**setting: Any) -> RejectionWatch:
         (prompts, "seed", (1.5, "2", None), WHOLE),
         (prompts, "shuffle", ("False", None, 2), SWITCH),
         (Schedule, "mode", (None, 1, ["partial"]), "not the name of a mode"),
-        (Schedule, "rollouts_per_update", (True, None), WHOLE),
+        (Schedule, "rollouts_per_update", (True, None, 128.0, "128"), WHOLE),
+        (Schedule, "seed", (1.5, "abc", None), WHOLE),
+        (Schedule, "max_prompt_tokens", (1.5,), WHOLE),
+        (Schedule, "max_prompt_tokens", (0,), "must be at least 1"),
         (Schedule, "max_turns", (True, INF), WHOLE),
         *((Schedule, name, ("False", None, 1.5), SWITCH) for name in ("whole_groups", "keep_seed", "overlap")),
         (Schedule, "oversubscribe", ("2", True), NUMBER),
@@ -97,6 +99,6 @@ def test_a_setting_of_the_wrong_kind_is_refused(
 
 def test_prompts_and_sampling_take_numbers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
-    state = prompts(epochs=numpy.int64(2), seed=numpy.int64(3), shuffle=numpy.bool_(True)).state()
-    assert json.loads(json.dumps(state)) == prompts(epochs=2, seed=3).state()
+    state = saved_cursor(prompts(epochs=numpy.int64(2), seed=numpy.int64(3), shuffle=numpy.bool_(True)))
+    assert json.loads(json.dumps(state)) == saved_cursor(prompts(epochs=2, seed=3))
     assert Sampling(temperature=numpy.float32(0.5), stop_strings=["x"]) == Sampling(0.5, stop_strings=("x",))  # type: ignore[arg-type]

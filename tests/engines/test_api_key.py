@@ -1,14 +1,10 @@
 """The API key of a server: it is sent, and it is in nothing that we write or print."""
 
-from __future__ import annotations
-
 import json
 import re
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +12,11 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[dev]'")
 
+from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 import toy
+from nasty_server import NastyServer, ServerLoop
 from sglang_stand_in import SglangStandIn
 from small_models import model_of
 from sortedrl.cli import main
@@ -92,38 +90,25 @@ def shown_of(secret: str, text: str) -> list[str]:
     return [part for part in parts if part in text]
 
 
-class EchoServer:
+class EchoServer(NastyServer):
     """Answers every request with status 400 and what it was sent, behind so many other characters."""
 
-    def __init__(self, before: int, escaped: bool) -> None:
-        class Echo(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                text = json.dumps({"message": "x" * before + f" {self.headers['Authorization']}"})
-                body = text.replace("s", "\\u0073").encode() if escaped else text.encode()
-                self.send_response(400)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    def __init__(self, loop: ServerLoop, before: int, escaped: bool) -> None:
+        self._before, self._escaped = before, escaped
+        super().__init__("sglang", loop.loop)
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    async def _answer(self, request: web.Request) -> web.Response:
+        text = json.dumps({"message": "x" * self._before + f" {request.headers['Authorization']}"})
+        return web.Response(status=400, text=text.replace("s", "\\u0073") if self._escaped else text)
 
 
 @pytest.mark.parametrize("escaped", [False, True])
 @pytest.mark.parametrize("before", [0, 410, 420, 430, 440])
 def test_a_server_that_echoes_headers_at_the_start_shows_no_secret(before: int, *, escaped: bool) -> None:
     """Nor a part of one where the reason is cut."""
-    with closing(EchoServer(before, escaped)) as echo:
+    with closing(ServerLoop()) as loop, closing(EchoServer(loop, before, escaped)) as echo:
         with pytest.raises(ConfigurationError) as raised:
-            SglangEngine(f"http://{echo.address}", slots=2, eos_token_ids=[7], api_key=KEY)
+            SglangEngine(echo.url, slots=2, eos_token_ids=[7], api_key=KEY)
         text = "".join(traceback.format_exception(raised.value))
         assert before or "(hidden)" in text
         assert not shown_of(KEY, text)

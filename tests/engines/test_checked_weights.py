@@ -1,7 +1,5 @@
 """The check of an engine's weights fails closed: nothing but matching numbers is agreement."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

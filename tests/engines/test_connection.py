@@ -1,7 +1,5 @@
 """The HTTP client of servers, over TLS and byte by byte."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import ssl

@@ -1,7 +1,5 @@
 """The embedded engine: the contract, exactness, sampling, weights, models of several families."""
 
-from __future__ import annotations
-
 import random
 import resource
 from collections.abc import Iterator, Sequence
@@ -27,6 +25,7 @@ from sortedrl.engines.embedded.model import GeneralForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, _mixed, seed_key
 from sortedrl.engines.registry import make_engine
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
+from turns_on_engines import largest_gap_of_turns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,6 +79,12 @@ class TestContract(EngineContract):
 
     def weights(self, version: int) -> Any:
         return model_of("Llama", seed=version).state_dict()
+
+
+@pytest.mark.parametrize("mode", ["partial+elevator", "on-policy"])
+def test_log_probabilities_are_the_learners_after_each_turn(mode: str) -> None:
+    engine = engine_of(model_of("Llama"), slots=3, eos_token_ids=(2, 3, 4, 5), max_length=200)
+    assert largest_gap_of_turns(engine, model_of("Llama"), mode) < 1e-4
 
 
 # Models

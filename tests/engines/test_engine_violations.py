@@ -1,8 +1,6 @@
 """An engine that breaks its protocol costs the rollout that it is about, never the run; and what it must not have made
 is never trained on."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
@@ -12,7 +10,6 @@ from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
-import msgspec
 import numpy
 import pytest
 import torch
@@ -32,14 +29,14 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Rollout, Segment
-from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.generate import generate
+from sortedrl.engines.lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.servers.events import ServerEvent, parsed
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, checked, retry_after
+from sortedrl.engines.servers.messages import retry_after
 from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response
+NAN = float("nan")
 
 
 class Unruly(PacedEngine):
@@ -61,6 +58,10 @@ class Unruly(PacedEngine):
 
 def after(kind: type, make: Callable[[Any], Change]) -> Callable[[Change], list[Change]]:
     return lambda change: [make(change)] if isinstance(change, kind) else []
+
+
+def at_start(make: Callable[..., Change], *arguments: Any, **options: Any) -> Callable[[Change], list[Change]]:
+    return after(RequestStarted, lambda change: make(change, *arguments, **options))
 
 
 def tokens(change: Any, logprobs: Sequence[Any], version: Any = 0) -> Tokens:
@@ -85,48 +86,33 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
     "tokens after the end": (after(RequestFinished, lambda c: tokens(c, [-1.0])), None),
     "a start twice": (after(RequestStarted, lambda c: c), None),
     "a preemption without a slot": (after(RequestFinished, lambda c: RequestPreempted(c.id, c.at, 1)), None),
-    "too many tokens": (after(RequestStarted, lambda c: tokens(c, [-1.0] * (MOST + 1))), "max_response_tokens is 9"),
-    "tokens of the environment": (after(RequestStarted, lambda c: tokens(c, [-1.0], version=-1)), "version -1"),
-    "tokens of weights to come": (after(RequestStarted, lambda c: tokens(c, [-1.0], version=99)), "version 99"),
+    "too many tokens": (at_start(tokens, [-1.0] * (MOST + 1)), "max_new_tokens was 9"),
+    "tokens of the environment": (at_start(tokens, [-1.0], version=-1), "version -1"),
+    "tokens of weights to come": (at_start(tokens, [-1.0], version=99), "version 99"),
     "NaN": (
-        after(RequestStarted, lambda c: tokens(c, [float("nan")])),
+        at_start(tokens, [NAN]),
         "the engine reported a log-probability that is not a finite number from -10000 to 0",
     ),
-    "infinity": (after(RequestStarted, lambda c: tokens(c, [float("-inf")])), "log-probability"),
-    "beyond the learner's float32": (after(RequestStarted, lambda c: tokens(c, [-1e39])), "from -10000 to 0"),
-    "far out of range": (after(RequestStarted, lambda c: tokens(c, [-1.0, -1e300])), "from -10000 to 0"),
-    "null": (after(RequestStarted, lambda c: tokens(c, [None])), "log-probability"),
+    "infinity": (at_start(tokens, [float("-inf")]), "log-probability"),
+    "beyond the learner's float32": (at_start(tokens, [-1e39]), "from -10000 to 0"),
+    "far out of range": (at_start(tokens, [-1.0, -1e300]), "from -10000 to 0"),
+    "null": (at_start(tokens, [None]), "log-probability"),
     "NaN in a tuple": (
-        after(RequestStarted, lambda c: Tokens(c.id, c.at, Segment((7,), (float("nan"),), 0))),
+        after(RequestStarted, lambda c: Tokens(c.id, c.at, Segment((7,), (NAN,), 0))),
         "log-probability",
     ),
-    "a huge number": (after(RequestStarted, lambda c: tokens(c, [-(10**400)])), "log-probability"),
-    "more than certain": (after(RequestStarted, lambda c: tokens(c, [0.7])), "log-probability"),
-    "a token that is text": (
-        after(RequestStarted, lambda c: of_tokens(c, ["7"])),
-        "reported a token id that is not an integer",
-    ),
-    "half a token": (after(RequestStarted, lambda c: of_tokens(c, [3.5])), "token id"),
-    "no token": (after(RequestStarted, lambda c: of_tokens(c, [None])), "token id"),
-    "a token that is a bool": (after(RequestStarted, lambda c: of_tokens(c, [True])), "token id"),
-    "a negative token": (
-        after(RequestStarted, lambda c: of_tokens(c, [3, -1])),
-        "reported token id -1, and ids count from 0",
-    ),
-    "a negative token in an array": (
-        after(RequestStarted, lambda c: of_tokens(c, numpy.array([3, -1]))),
-        "token id -1",
-    ),
-    "a mask of other numbers": (after(RequestStarted, lambda c: of_tokens(c, [3, 4], mask=[1, 2])), "mask"),
-    "a mask of text": (
-        after(RequestStarted, lambda c: of_tokens(c, [3, 4], mask=["1", "0"])),
-        "reported a mask that is not made of 0 and 1",
-    ),
-    "no version": (
-        after(RequestStarted, lambda c: tokens(c, [-1.0], version=None)),
-        "reported a version that is not an integer",
-    ),
-    "a version that is text": (after(RequestStarted, lambda c: tokens(c, [-1.0], version="0")), "version"),
+    "a huge number": (at_start(tokens, [-(10**400)]), "log-probability"),
+    "more than certain": (at_start(tokens, [0.7]), "log-probability"),
+    "a token that is text": (at_start(of_tokens, ["7"]), "reported a token id that is not an integer"),
+    "half a token": (at_start(of_tokens, [3.5]), "token id"),
+    "no token": (at_start(of_tokens, [None]), "token id"),
+    "a token that is a bool": (at_start(of_tokens, [True]), "token id"),
+    "a negative token": (at_start(of_tokens, [3, -1]), "reported token id -1, and ids count from 0"),
+    "a negative token in an array": (at_start(of_tokens, numpy.array([3, -1])), "token id -1"),
+    "a mask of other numbers": (at_start(of_tokens, [3, 4], mask=[1, 2]), "mask"),
+    "a mask of text": (at_start(of_tokens, [3, 4], mask=["1", "0"]), "reported a mask that is not made of 0 and 1"),
+    "no version": (at_start(tokens, [-1.0], version=None), "reported a version that is not an integer"),
+    "a version that is text": (at_start(tokens, [-1.0], version="0"), "version"),
     "a segment that changed": (after(RequestStarted, lambda c: cut_short(tokens(c, [-1.0]))), "log-probabilities"),
     "no time": (after(RequestStarted, lambda c: c._replace(at=None)), "at None"),
 }
@@ -383,28 +369,6 @@ def test_retry_after_in_seconds(header: str | None, seconds: float | None) -> No
 def test_retry_after_as_a_date() -> None:
     assert retry_after(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=5)
     assert retry_after(formatdate(time.time() - 100, usegmt=True)) == 0
-
-
-@pytest.mark.parametrize(("code", "status"), [(503, 503), ("503", 500), (None, 500), (7, 500), (True, 500)])
-def test_an_error_in_a_stream_has_a_status(code: Any, status: int) -> None:
-    event = msgspec.json.encode({"error": {"message": "no", "code": code}})
-    with pytest.raises(Refused, match=r"^no$") as raised:
-        parsed(event, msgspec.json.Decoder(ServerEvent))
-    assert raised.value.status == status
-
-
-def test_a_repeated_event_is_empty_and_a_gap_is_an_error() -> None:
-    assert checked(Delta([5], [-1.0], made=3), 3, 10).tokens == []
-    assert checked(Delta([5], [-1.0], made=4), 3, 10).tokens == [5]
-    with pytest.raises(Malformed, match="counts 5"):
-        checked(Delta([5], [-1.0], made=5), 3, 10)
-
-
-def test_an_identity_agrees_by_what_both_know() -> None:
-    known = Identity("a", "1")
-    assert known.agrees_with(Identity("a", "1")) and known.agrees_with(Identity("a", None))
-    assert known.agrees_with(Identity("b", "1")) is False and known.agrees_with(Identity("a", "2")) is False
-    assert known.agrees_with(Identity()) is None
 
 
 def test_pauses_grow_to_a_limit_and_one_round_counts_once() -> None:

@@ -1,56 +1,34 @@
 """One way to run requests to their end, and one policy on failures."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 
-from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, RequestStarted, Tokens
+from paced import PacedEngine
+from sortedrl.core.engine import Change, Request, RequestFailed, Tokens
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines import generate as module
 from sortedrl.engines.generate import ATTEMPTS, NotInTime, Response, generate
 
 
-class Flaky:
-    """Fails a request as often as `failures` has it, each time after one token; then generates two tokens."""
+class Flaky(PacedEngine):
+    """Generates two tokens. Fails a request as often as `failures` has it, each time after one token."""
 
-    def __init__(self, failures: dict[int, int], hangs: bool = False) -> None:
-        self.slots = 4
-        self.failures, self.hangs = failures, hangs
-        self.time = 0.0
-        self.inside: list[Request] = []
-        self.aborted: list[int] = []
+    def __init__(self, failures: dict[int, int], tokens: int = 2) -> None:
+        super().__init__(slots=4, length_of=lambda request: tokens)
+        self.failures = failures
 
-    def now(self) -> float:
-        return self.time
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.inside += requests
-
-    def poll(self, until: float | None = None) -> list[Change]:
-        self.time += 1.0
-        if self.hangs:
-            return []
+    def _report(self) -> list[Change]:
         changes: list[Change] = []
-        for request in self.inside:
-            id, token = request.id, Segment([request.id], [-1.0], 0)
-            changes += [RequestStarted(id, self.time), Tokens(id, self.time, token)]
-            if self.failures.get(id, 0) > 0:
-                self.failures[id] -= 1
-                changes.append(RequestFailed(id, self.time, "lost"))
-            else:
-                changes += [Tokens(id, self.time, token), RequestFinished(id, self.time, truncated=id == 2)]
-        self.inside = []
+        for change in super()._report():
+            changes.append(change)
+            if isinstance(change, Tokens) and self.failures.get(change.id, 0) > 0:
+                self.failures[change.id] -= 1
+                del self._running[change.id]
+                changes.append(RequestFailed(change.id, change.at, "lost"))
         return changes
-
-    def abort(self, ids: Sequence[int]) -> list[Change]:
-        self.aborted += ids
-        return []
-
-    def update_weights(self, weights: Any, version: int) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -64,64 +42,56 @@ def requests(count: int) -> list[Request]:
 
 def test_responses_come_in_the_order_of_the_requests_and_each_ends_once() -> None:
     ended: list[Response] = []
-    engine = Flaky({1: 2})
-    responses = generate(engine, requests(3), on_end=ended.append)
+    asked = [*requests(2), requests(3)[2]._replace(max_new_tokens=1)]
+    responses = generate(Flaky({1: 2}), asked, on_end=ended.append)
     assert [response.request.id for response in responses] == [0, 1, 2]
-    assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]], "tokens before a failure are gone"
+    assert [response.tokens for response in responses] == [[0, 1], [0, 1], [0]], "tokens before a failure are gone"
     assert [response.truncated for response in responses] == [False, False, True]
-    assert all(response.failure is None and response.logprobs == [-1.0, -1.0] for response in responses)
+    assert all(response.failure is None for response in responses) and responses[1].logprobs == [-1.0, -2.0]
     assert sorted(response.request.id for response in ended) == [0, 1, 2] and ended[-1].request.id == 1
 
 
-class SaysNothing(Flaky):
-    """Ends the first request of each id without a token."""
-
-    def poll(self, until: float | None = None) -> list[Change]:
-        changes = super().poll(until)
-        silent = [id for id, left in self.failures.items() if left < 0]
-        self.failures = {}
-        return [change for change in changes if change.id not in silent or not isinstance(change, Tokens)]
-
-
-def test_a_response_without_a_token_is_a_failure() -> None:
-    """An environment has nothing to answer: an evaluation with environments ended with an error."""
-    responses = generate(SaysNothing({1: -1}), requests(3))
-    assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]]
-
-
 class Garbles(Flaky):
-    """Reports the token `made` in the first requests with id 1."""
+    """Alters the tokens of the first attempts at request 1."""
 
-    def __init__(self, made: Any, times: int) -> None:
+    def __init__(self, alter: Callable[[Tokens], list[Change]], attempts: int) -> None:
         super().__init__({})
-        self.made, self.times = made, times
+        self.alter, self.attempts = alter, attempts
 
-    def poll(self, until: float | None = None) -> list[Change]:
-        changes = super().poll(until)
-        self.times -= 1
-        if self.times < 0:
+    def _report(self) -> list[Change]:
+        changes = super()._report()
+        if sum(request.id == 1 for request in self.submitted) > self.attempts:
             return changes
-        return [
-            change._replace(segment=Segment([self.made], [-1.0], 0))
-            if isinstance(change, Tokens) and change.id == 1
-            else change
-            for change in changes
-        ]
+        parts = [self.alter(one) if isinstance(one, Tokens) and one.id == 1 else [one] for one in changes]
+        return [change for part in parts for change in part]
 
 
-@pytest.mark.parametrize(("made", "why"), [(-1, "token id -1"), ("7", "a token id"), (None, "a token id")])
-def test_a_response_with_a_token_that_cannot_be_one_is_a_failure(made: Any, why: str) -> None:
-    """A tokenizer cannot decode it: an evaluation ended with a traceback."""
-    responses = generate(Garbles(made, times=1), requests(3))
-    assert [response.tokens for response in responses] == [[0, 0], [1, 1], [2, 2]]
-    response = generate(Garbles(made, times=ATTEMPTS), requests(3))[1]
-    assert response.failure is not None and response.failure.startswith(f"the engine reported {why}")
+def of(token: Any) -> Callable[[Tokens], list[Change]]:
+    return lambda change: [change._replace(segment=Segment([token], [-1.0], 0))]
+
+
+@pytest.mark.parametrize(
+    ("alter", "why"),
+    [
+        (of(-1), "the engine reported token id -1"),
+        (of("7"), "the engine reported a token id"),
+        (of(None), "the engine reported a token id"),
+        (lambda change: [], "it ended without a token"),
+    ],
+)
+def test_a_response_that_no_tokenizer_or_environment_can_read_is_a_failure(alter: Any, why: str) -> None:
+    """An evaluation ended with a traceback."""
+    responses = generate(Garbles(alter, attempts=1), requests(3))
+    assert [response.tokens for response in responses] == [[0, 1]] * 3
+    response = generate(Garbles(alter, attempts=ATTEMPTS), requests(3))[1]
+    assert response.failure is not None and response.failure.startswith(why)
 
 
 def test_more_tokens_than_were_asked_for_are_a_failure() -> None:
-    asked = [request._replace(max_new_tokens=2 - request.id % 2) for request in requests(3)]
-    failures = [response.failure for response in generate(Flaky({}), asked)]
-    assert failures == [None, "the engine reported 2 tokens, and max_new_tokens is 1", None]
+    response = Response(requests(1)[0]._replace(max_new_tokens=1))
+    response.add(Segment([5, 6], [-0.5, -1.5], 0))
+    response.end(truncated=False)
+    assert response.failure == "the engine reported 2 tokens, and max_new_tokens is 1"
 
 
 @pytest.mark.parametrize("kind", [tuple, numpy.array])
@@ -143,8 +113,9 @@ def test_a_request_that_always_fails_is_reported_with_its_reason() -> None:
 
 
 def test_nothing_is_left_in_the_engine_after_the_time_limit() -> None:
-    engine = Flaky({}, hangs=True)
+    engine = PacedEngine(slots=4)
+    asked = [request._replace(max_new_tokens=10**9) for request in requests(2)]
     with pytest.raises(NotInTime) as caught:
-        generate(engine, requests(2), limit_seconds=3.0)
+        generate(engine, asked, limit_seconds=0.05)
     assert caught.value.unfinished == 2
-    assert engine.aborted == [0, 1]
+    assert engine.poll() == [] and not engine._running

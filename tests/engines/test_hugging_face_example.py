@@ -1,7 +1,5 @@
 """The engine of docs/engine_authors.md keeps the contract of all engines, and the suite finds engines that do not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Every run ends right, or with one clear error, within its deadline. What is trai
 make: nothing is lost, doubled, misaligned or over its budget.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -114,19 +112,18 @@ def status(code: int, text: str = "busy", **headers: str) -> Callable[..., Await
     return answer
 
 
-def answers(path: str, text: str, content_type: str = "application/json", code: int = 200) -> Setup:
+def replaced(pattern: bytes, by: bytes) -> Setup:
+    return altered(lambda server, lines: [re.sub(pattern, by, line) for line in lines])
+
+
+def answers(paths: str, text: str, content_type: str = "application/json", code: int = 200, after: float = 0) -> Setup:
+    """The routes at these paths, with spaces between them."""
+
     async def answer() -> web.Response:
+        await asyncio.sleep(after)
         return web.Response(text=text, content_type=content_type, status=code)
 
-    return lambda server: server.routes.update({path: answer})
-
-
-def hangs(path: str) -> Setup:
-    async def answer() -> web.Response:
-        await asyncio.sleep(30)
-        return web.Response()
-
-    return lambda server: server.routes.update({path: answer})
+    return lambda server: server.routes.update(dict.fromkeys(paths.split(), answer))
 
 
 def both(*setups: Setup) -> Setup:
@@ -268,8 +265,7 @@ def malformed_after_start(text: str, *paths: str) -> Setup:
 
     async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
         if server.asked == 3:
-            for path in paths:
-                answers(path, text)(server)
+            answers(" ".join(paths), text)(server)
             server.drop_connections()
         return None
 
@@ -310,6 +306,8 @@ def silence(set_up: Setup, outcome: str = RIGHT, says: str = "in the last 0.5 s"
 
 
 DEEP = b"[" * 100_000
+VERSION = rb'(version": )"[^"]*"'
+ABORTS = "/abort_request /abort_requests"
 FAULTS: dict[str, Fault] = {
     # One odd line in a stream
     "an error as a string": Fault(line(b'{"error": "overloaded"}'), LOSSLESS),
@@ -352,14 +350,9 @@ FAULTS: dict[str, Fault] = {
         altered(lambda s, lines: [lines[0], s.event([12], [-0.13], 2, "stop"), b"[DONE]"]), says="eos_token_ids"
     ),
     "a weight version that is no text": Fault(
-        altered(lambda s, lines: [re.sub(rb'(version": )"[^"]*"', rb"\g<1>null", line) for line in lines]),
-        dialects=("vllm",),
-        says="Expected `str",
+        replaced(VERSION, rb"\g<1>null"), says="Expected `str", dialects=("vllm",)
     ),
-    "a weight version that is a number": Fault(
-        altered(lambda s, lines: [re.sub(rb'(version": )"[^"]*"', rb"\g<1>17", line) for line in lines]),
-        says="Expected `str",
-    ),
+    "a weight version that is a number": Fault(replaced(VERSION, rb"\g<1>17"), says="Expected `str"),
     "an unknown end": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, "tired")]), says="tired"),
     "an end of another type": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, [1, 2])])),
     "no end": Fault(altered(lambda s, lines: lines[:2]), LOSSLESS),
@@ -368,9 +361,7 @@ FAULTS: dict[str, Fault] = {
     "done twice": Fault(altered(lambda s, lines: [*lines, b"[DONE]"]), LOSSLESS),
     "the last event twice": Fault(altered(lambda s, lines: [*lines[:-1], lines[-2], b"[DONE]"]), LOSSLESS),
     "tokens after the end": Fault(altered(lambda s, lines: [*lines[:-1], s.event([9], [-1], 9), *lines]), LOSSLESS),
-    "an end token that is called the limit": Fault(
-        altered(lambda s, lines: [line.replace(b'"stop"', b'"length"') for line in lines]), LOSSLESS
-    ),
+    "an end token that is called the limit": Fault(replaced(b'"stop"', b'"length"'), LOSSLESS),
     "no limit to a response": Fault(ignore_budget, LOSSLESS),
     # Streams and HTTP
     "a reset in mid-line": Fault(every(4, reset_mid_line), LOSSLESS),
@@ -413,13 +404,12 @@ FAULTS: dict[str, Fault] = {
     "gone": Fault(vanishes(6, None), DIES, "no longer responds"),
     "another server": Fault(restart, DIES, "restarted"),
     # Small questions
-    "running is NaN": Fault(answers("/metrics", "vllm:num_requests_running NaN\n", "text/plain"), dialects=("vllm",)),
-    "running is infinite": Fault(
-        answers("/metrics", "vllm:num_requests_running +Inf\n", "text/plain"), dialects=("vllm",)
-    ),
-    "running is negative": Fault(
-        answers("/metrics", "vllm:num_requests_running -7\n", "text/plain"), dialects=("vllm",)
-    ),
+    **{
+        f"running is {said}": Fault(
+            answers("/metrics", f"vllm:num_requests_running {said}\n", "text/plain"), dialects=("vllm",)
+        )
+        for said in ("NaN", "+Inf", "-7")
+    },
     "running is a list": Fault(malformed_after_start("[1, 2]", "/metrics"), dialects=("vllm",)),
     "loads in another shape": Fault(
         malformed_after_start('{"loads": [{"num_running_reqs": "x"}]}', "/v1/loads"),
@@ -428,10 +418,10 @@ FAULTS: dict[str, Fault] = {
         ("sglang",),
     ),
     "health is no JSON": Fault(answers("/health", "{", "application/json")),
-    "aborts are refused": Fault(both(*(answers(p, "no", code=500) for p in ("/abort_request", "/abort_requests")))),
-    "aborts are unknown": Fault(both(*(answers(p, "no", code=404) for p in ("/abort_request", "/abort_requests")))),
-    "aborts answer nonsense": Fault(both(*(answers(p, "[[") for p in ("/abort_request", "/abort_requests")))),
-    "aborts hang": Fault(both(*(hangs(p) for p in ("/abort_request", "/abort_requests")))),
+    "aborts are refused": Fault(answers(ABORTS, "no", code=500)),
+    "aborts are unknown": Fault(answers(ABORTS, "no", code=404)),
+    "aborts answer nonsense": Fault(answers(ABORTS, "[[")),
+    "aborts hang": Fault(answers(ABORTS, "", after=30)),
     "its identity is nonsense from some time on": Fault(
         malformed_after_start("[]", "/model_info", "/weight_info"),
         DIES,
@@ -454,9 +444,7 @@ FAULTS: dict[str, Fault] = {
         dialects=("vllm",),
     ),
     "weights that are refused": Fault(
-        both(*(answers(p, '{"success": false, "message": "no"}', code=400) for p in ("/pause", "/pause_generation"))),
-        DIES,
-        "did not complete",
+        answers("/pause /pause_generation", '{"success": false, "message": "no"}', code=400), DIES, "did not complete"
     ),
     "weights that fail with status 200": Fault(
         answers("/update_weights_from_disk", '{"success": false, "message": "no memory"}'),

@@ -1,7 +1,5 @@
 """The pool: the contract on embedded and on paced engines, routing, lost members, members that come back."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
@@ -45,8 +43,7 @@ class PoolContract(EngineContract):
     long_limit = 120
 
     def test_starts_in_order_and_fills_the_slots(self) -> None:
-        """Requests leave the queue in order; members then start what they got, each in its own time. So when one
-        starts, all that were submitted before it have started or are on their way into a slot."""
+        """Requests leave the queue in order; members then start what they got, each in its own time."""
         ledger = self.undisturbed(self.requests())
         started = list(dict.fromkeys(ledger.started))
         assert sorted(started) == list(range(len(TOKEN_LIMITS)))

@@ -1,28 +1,21 @@
 """The simulated engine with chunked prefill: its times on paper, as vLLM's scheduler batches prefills."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from test_simulated_engine import to_end, tokens_of
 
 from sortedrl.core import (
     Change,
     Prompt,
     Request,
-    RequestFailed,
     RequestFinished,
-    RequestPreempted,
     RequestStarted,
     Segment,
     Tokens,
 )
-from sortedrl.core.engine import Engine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import StepTime
-from sortedrl.testing.engine_contract import EngineContract
 
 # A step takes 1 s; 2 s more if it prefills, and 0.1 s per token that it prefills.
 STEP_TIME = StepTime(
@@ -41,23 +34,12 @@ def request(id: int, length: int, *, prompt: int = 1, name: str = "", prefix: in
     return Request(id, Prompt(name or str(id), range(prompt)), segments, 1000, seed=length)
 
 
-def to_end(engine: ChunkedPrefillEngine) -> list[Change]:
-    changes: list[Change] = []
-    while new := engine.poll():
-        changes += new
-    return changes
-
-
 def ends(changes: list[Change]) -> dict[int, float]:
     return {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
 
 
 def starts(changes: list[Change]) -> list[tuple[int, float]]:
     return [(change.id, pytest.approx(change.at)) for change in changes if isinstance(change, RequestStarted)]
-
-
-def tokens_of(changes: list[Change], id: int) -> list[int]:
-    return [t for change in changes if isinstance(change, Tokens) and change.id == id for t in change.segment.tokens]
 
 
 # Time
@@ -160,71 +142,3 @@ def test_with_reused_kv_cache_a_new_response_does_not_find_the_prompt_of_old_wei
     one.update_weights(None, 1)
     assert seconds_of(one, request(1, 1, prompt=5, name="p")) == pytest.approx(3.0 + 0.5)
     assert seconds_of(one, request(2, 5, prompt=5, name="p", prefix=4)) == pytest.approx(3.0 + 0.1)
-
-
-# Invariants
-
-
-class TestContract(EngineContract):
-    kv_tokens: int | None = None
-
-    def make_engine(self, slots: int) -> Engine:
-        return engine(slots, length_of=lambda request: 20 + request.seed % 13, kv_tokens=self.kv_tokens)
-
-
-class TestContractWithLittleMemory(TestContract):
-    kv_tokens = 90
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=12),
-    slots=st.integers(1, 4),
-    limits=st.lists(st.floats(0.1, 5.0), max_size=6),
-)
-def test_looking_in_between_changes_nothing(
-    sizes: list[tuple[int, int]], slots: int, limits: list[float]
-) -> None:  # fmt: skip
-    def run(limits: list[float]) -> dict[int, float]:
-        one = engine(slots)
-        one.submit([request(id, length, prompt=prompt) for id, (length, prompt) in enumerate(sizes)])
-        changes: list[Change] = []
-        for limit in limits:
-            changes += one.poll(until=one.now() + limit)
-        return ends([*changes, *to_end(one)])
-
-    assert run(limits) == pytest.approx(run([]))
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=15),
-    slots=st.integers(1, 5),
-    kv_tokens=st.integers(4, 60),
-    stop_at=st.floats(0.0, 60.0),
-    options=st.fixed_dictionaries({"prefix_cache": st.booleans(), "reuse_kv_cache": st.booleans()}),
-)
-def test_memory_is_never_overdrawn_and_every_request_ends_once(
-    sizes: list[tuple[int, int]], slots: int, kv_tokens: int, stop_at: float, options: dict[str, bool]
-) -> None:
-    one = engine(slots, kv_tokens=kv_tokens, **options)
-    requests = [request(id, length, prompt=prompt) for id, (length, prompt) in enumerate(sizes)]
-    one.submit(requests)
-    changes: list[Change] = []
-    while one.now() < stop_at and (new := one.poll(until=stop_at)):
-        changes += new
-        assert one._cached + one._turns.tokens <= kv_tokens
-        assert one.running <= slots
-    ended = [change.id for change in changes if isinstance(change, RequestFinished | RequestFailed)]
-    changes += one.abort([r.id for r in requests if r.id not in ended])
-    assert one.poll() == []
-    assert one._cached == one.running == 0
-    assert len(ended) == len(set(ended))
-    for finished in (change for change in changes if isinstance(change, RequestFinished)):
-        assert tokens_of(changes, finished.id) == list(range(sizes[finished.id][0]))
-    starts, ends = (
-        sorted(c.id for c in changes if isinstance(c, kind))
-        for kind in (RequestStarted, RequestPreempted | RequestFinished | RequestFailed)
-    )
-    assert set(starts) >= {c.id for c in changes if isinstance(c, RequestPreempted | RequestFinished)}
-    assert len(starts) <= len(ends) + slots

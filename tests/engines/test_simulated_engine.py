@@ -1,7 +1,5 @@
 """The simulated engine: its times on paper, its tokens, its memory; and the lengths and step times that feed it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -10,8 +8,6 @@ from statistics import NormalDist, mean, median
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scenarios import run
 from sortedrl.core import (
@@ -95,26 +91,6 @@ def test_with_reused_kv_a_resume_pays_for_nothing_and_a_new_request_for_its_prom
     assert dict(ends(to_end(one))) == pytest.approx({0: 2.0, 1: 2.0 + 1.0 + 2.0})
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
-    slots=st.integers(1, 4),
-    limits=st.lists(st.floats(0.1, 5.0), max_size=6),
-)
-def test_looking_in_between_changes_nothing(lengths: list[int], slots: int, limits: list[float]) -> None:
-    def run(limits: list[float]) -> list[tuple[int, float]]:
-        one = engine(slots=slots, step_time=linear(0.5, 0.25, per_cached_token=0.01, per_prefill_token=0.1))
-        one.submit([request(id, length, prompt=3) for id, length in enumerate(lengths)])
-        changes: list[Change] = []
-        for limit in limits:
-            changes += one.poll(until=one.now() + limit)
-        return ends([*changes, *to_end(one)])
-
-    looked, undisturbed = run(limits), run([])
-    assert [id for id, _ in looked] == [id for id, _ in undisturbed]
-    assert [at for _, at in looked] == pytest.approx([at for _, at in undisturbed])
-
-
 def test_the_cost_does_not_depend_on_the_number_of_tokens() -> None:
     began = time.process_time()
     one = engine(slots=8, step_time=PRESETS["h200-8b"], kv_tokens=10**13)
@@ -194,33 +170,6 @@ def test_a_response_that_outgrows_the_memory_alone_fails_with_its_tokens() -> No
     changes = to_end(one)
     assert tokens_of(changes, 0) == list(range(10))
     assert isinstance(changes[-1], RequestFailed)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=15),
-    slots=st.integers(1, 5),
-    kv_tokens=st.integers(4, 60),
-    stop_at=st.floats(0.0, 30.0),
-)
-def test_memory_is_never_overdrawn_and_every_request_ends_once(
-    lengths: list[int], slots: int, kv_tokens: int, stop_at: float
-) -> None:
-    one = engine(slots=slots, kv_tokens=kv_tokens)
-    requests = [request(id, length, prompt=1 + id % 3) for id, length in enumerate(lengths)]
-    one.submit(requests)
-    changes: list[Change] = []
-    while one.now() < stop_at and (new := one.poll(until=stop_at)):
-        changes += new
-        assert one._cached <= kv_tokens
-        assert len(one._running) <= slots
-    ended = {change.id for change in changes if isinstance(change, RequestFinished | RequestFailed)}
-    changes += one.abort([r.id for r in requests if r.id not in ended])
-    assert one.poll() == []
-    assert one._cached == 0
-    for finished in (change for change in changes if isinstance(change, RequestFinished)):
-        assert tokens_of(changes, finished.id) == list(range(lengths[finished.id]))
-    assert len(ended) == sum(isinstance(change, RequestFinished | RequestFailed) for change in changes)
 
 
 def test_a_run_with_little_memory_trains_on_everything_that_fits() -> None:

@@ -1,26 +1,24 @@
 """Several simulated engines as one: they add up, no token is lost or made twice, and engines may die."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import pytest
+from test_pool import PoolContract
 
 from random_runs import case_of, play
 from schedule_rules import check_outcome
 from sortedrl.core import Event, Prompt, Request, Schedule
-from sortedrl.core.engine import Change, Engine, EngineDied, RequestFinished, RequestPreempted, RequestStarted, Tokens
-from sortedrl.engines.routing import even_split, route
+from sortedrl.core.engine import Change, Engine, RequestFinished, Tokens
+from sortedrl.engines.pool_members import even_split, route
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_pool import SimulatedPool
 from sortedrl.engines.step_time import PRESETS, StepTime, linear
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.studies.workload import Workload, limit, run
-from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract
 
 PER_ENGINE = 128
 ENGINES = 8
@@ -44,7 +42,7 @@ def to_end(engine: SimulatedPool) -> list[Change]:
     return changes
 
 
-class TestSimulatedPool(EngineContract):
+class TestSimulatedPool(PoolContract):
     kind: type[SimulatedEngine] = SimulatedEngine
     step_time = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefill_token=1e-5)
 
@@ -56,14 +54,6 @@ class TestSimulatedPool(EngineContract):
                 for n in sizes
             ]
         )
-
-    def test_starts_in_order_and_fills_the_slots(self) -> None:
-        """Requests leave the queue in order; engines then start what they got, each in its own time."""
-        ledger = self.undisturbed(self.requests())
-        started = list(dict.fromkeys(ledger.started))
-        assert sorted(started) == list(range(len(TOKEN_LIMITS)))
-        assert all(id - place < self.slots for place, id in enumerate(started))
-        assert ledger.most_running == self.slots
 
 
 class TestSimulatedPoolWithChunkedPrefill(TestSimulatedPool):
@@ -119,23 +109,6 @@ def test_a_resumed_request_finds_its_kv_cache_at_home_only() -> None:
         (end,) = [change.at for change in to_end(engine) if isinstance(change, RequestFinished) and change.id == 0]
         left = 10 - len(segment)
         assert end - began == pytest.approx(left if home_is_free else left + 4 + len(segment))
-
-
-def test_requests_of_a_lost_engine_continue_elsewhere() -> None:
-    engine = pool(2, 2)
-    engine.submit([request(id, 10) for id in range(4)])
-    changes = engine.poll(until=4.0)
-    engine.lose(0)
-    changes += to_end(engine)
-    preempted = {change.id for change in changes if isinstance(change, RequestPreempted)}
-    ends = {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
-    assert ends == {id: 20.0 if id in preempted else 10.0 for id in range(4)} and len(preempted) == 2
-    made = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in range(4)}
-    assert set(made.values()) == {10}, "no token is lost or delivered twice"
-    assert sum(isinstance(change, RequestStarted) for change in changes) == 6
-    engine.lose(1)
-    with pytest.raises(EngineDied, match="no engine of the pool is left"):
-        engine.poll()
 
 
 @pytest.mark.parametrize("block", range(4))

@@ -1,7 +1,5 @@
 """The drafter that knows other responses to the same prompt, without vLLM: what it drafts, and from where."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

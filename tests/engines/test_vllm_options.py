@@ -1,7 +1,5 @@
 """What the engine of vLLM refuses before it starts vLLM, which these tests do without."""
 
-from __future__ import annotations
-
 import pytest
 
 from sortedrl.core.configuration import ConfigurationError

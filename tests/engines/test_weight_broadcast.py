@@ -3,8 +3,6 @@
 In tests/with_vllm the server's own code takes part.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Weights in memory on their way to a server: who may read them, and what killed processes leave behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """What tests of the TRL adapter share. Imports are inside: TRL may be missing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines as Ray actors, on a real Ray cluster of two nodes on this machine."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

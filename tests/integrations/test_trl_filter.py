@@ -1,7 +1,5 @@
 """Dynamic sampling in SortedGRPOTrainer: groups are scored when they are complete, with real TRL on the CPU."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ import torch
 from datasets import Dataset
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from small_trl_runs import GROUP, config, events_in, model, questions, trainer_for, updates_in, weights_of
+from small_trl_runs import GROUP, config, events_in, losses_in, model, questions, trainer_for, updates_in, weights_of
 from sortedrl.core import RequestFailed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Regenerated, Rejected, Scored
@@ -71,9 +69,12 @@ def watched(kind: type = SortedGRPOTrainer) -> tuple[type, list[Rollout]]:
     return Watched, rows
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["unfiltered", *MODES])
 def test_an_update_is_that_of_grpo_trainer_on_the_kept_groups(mode: str, tokenizer: Any, tmp_path: Path) -> None:
-    """Same groups given to both: the same rewards, losses, and weights after two passes over the update."""
+    """Same groups given to both: the same rewards, losses, means over tokens, and weights after two passes.
+
+    GRPOTrainer makes one micro-batch of them. Ours makes two, of short and of long responses.
+    """
     watching, rows = watched()
 
     class Replayed(GRPOTrainer):
@@ -85,12 +86,13 @@ def test_an_update_is_that_of_grpo_trainer_on_the_kept_groups(mode: str, tokeniz
         "lr_scheduler_type": "constant", "shuffle_dataset": False, "beta": 0.01,
     }  # fmt: skip
     args = config(tmp_path / "ours", **fields)
-    ours = trainer_for(
-        tmp_path / "ours", tokenizer, watching, args=args, schedule=filtered(mode), reward_funcs=EvenOnly()
-    )
+    schedule = "partial+elevator" if mode == "unfiltered" else filtered(mode)
+    ours = trainer_for(tmp_path / "ours", tokenizer, watching, args=args, schedule=schedule, reward_funcs=EvenOnly())
     ours.train()
     numbers = [rollout.prompt.payload for rollout in rows]
-    assert len(numbers) >= 8 and not any(number % 2 for number in numbers)
+    assert len(numbers) >= 8 and any(number % 2 for number in numbers) == (mode == "unfiltered")
+    lengths = [len(rollout) for rollout in rows]
+    assert max(lengths) > 1.5 * min(lengths)
     whole = {"per_device_train_batch_size": len(rows), "gradient_accumulation_steps": 1}
     theirs = trainer_for(
         tmp_path / "theirs", tokenizer, Replayed, args=config(tmp_path / "theirs", **fields, **whole),
@@ -102,12 +104,14 @@ def test_an_update_is_that_of_grpo_trainer_on_the_kept_groups(mode: str, tokeniz
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
     for name, value in weights_of(ours).items():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
-    logs = [[entry for entry in kind.state.log_history if "loss" in entry] for kind in (ours, theirs)]
+    logs = [losses_in(ours), losses_in(theirs)]
     for mine, plain in zip(*logs, strict=True):
         assert mine["loss"] == pytest.approx(plain["loss"], abs=1e-5)
+    for name in ("entropy", "kl", "clip_ratio/region_mean"):
+        assert logs[1][1][name] > 0 and logs[0][1][name] == pytest.approx(logs[1][1][name], rel=1e-3), name
     for name in ("reward", "reward_std", "rewards/even_only/mean", "rewards/even_only/std", "frac_reward_zero_std"):
         assert logs[0][0][name] == pytest.approx(logs[1][0][name]), name
-    assert logs[0][0]["frac_reward_zero_std"] == 0
+    assert logs[0][0]["frac_reward_zero_std"] == 0 or mode == "unfiltered"
     assert list(ours._logs["extra"]["seen"]) == list(theirs._logs["extra"]["seen"])
     assert list(ours._logs["advantages"]) == pytest.approx(list(theirs._logs["advantages"]), abs=1e-5)
 
@@ -140,7 +144,7 @@ def test_every_rollout_is_scored_once_and_no_filtered_one_is_trained_on(
     assert {rollout.id: rollout.reward for rollout in rows} == {id: scored[id] for id in trained}
     assert all(update.rewards == tuple(scored[id] for id in update.rollouts) for update in updates)
     assert {event.reward for event in log if isinstance(event, Filtered)} >= {1.0}
-    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    first = losses_in(trainer)[0]
     until = next(place for place, event in enumerate(log) if event == updates[0])
     seen = [event.reward for event in log[:until] if isinstance(event, Scored)]
     assert first["mean_of_all"] == pytest.approx(fmean(seen))  # log_metric counts filtered groups, too
@@ -287,7 +291,9 @@ def test_what_a_filter_cannot_work_with_is_refused_by_name(
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(
+    mode: str, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fields = {
         "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-4, "max_completion_length": 4,
     }  # fmt: skip
@@ -295,6 +301,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer:
         tmp_path, tokenizer, args=config(tmp_path, **fields), schedule=filtered(mode), slots=32, reward_funcs=EvenOnly()
     )
     whole.train()
+    assert "32 slots are 4.0 times an update of 8 rollouts" in caplog.text
     told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
     saved = json.loads((tmp_path / "checkpoint-1" / "sortedrl-0.json").read_text())["controller"]
     assert ('"seen"' in json.dumps(saved)) == (mode != "on-policy")  # scored rollouts that wait for their update

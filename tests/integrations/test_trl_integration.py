@@ -1,7 +1,5 @@
 """SortedGRPOTrainer in the place of GRPOTrainer: real TRL, the built-in model, a few updates on the CPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,6 +134,15 @@ def test_a_field_that_nothing_would_honour_is_refused_by_name(name: str, tmp_pat
     with pytest.raises(ConfigurationError) as refused:
         check_fields(args, off_policy_correction="ppo_clip", engine="vllm")
     assert refused.value.key == name
+
+
+def test_all_refused_fields_are_named_at_once(tmp_path: Path) -> None:
+    """As in a script that has used TRL's own vLLM."""
+    args = config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_port=8001, top_p=0.9)
+    with pytest.raises(
+        ConfigurationError, match=r"top_p = 0\.9: .* Also refused: use_vllm, vllm_mode, vllm_server_port"
+    ):
+        check_fields(args, off_policy_correction="ppo_clip", engine="vllm")
 
 
 @pytest.mark.parametrize("fields", [{"vllm_max_model_length": 64}, {"vllm_enable_sleep_mode": True}])
@@ -310,47 +317,6 @@ def test_a_staleness_bound_with_its_larger_updates_does_not_end_the_run_early(to
     sizes = [len(update.rollouts) for update in updates_in(tmp_path)]
     assert len(sizes) == 12
     assert sum(sizes) > 24 * 8, "more than twice what 12 updates need, and two epochs"
-
-
-def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(tokenizer: Any, tmp_path: Path) -> None:
-    """Same rollouts, same weights after the step and same means over tokens: sampling and order are all that differs.
-
-    GRPOTrainer makes one micro-batch of them. Ours makes two, of short and of long responses.
-    """
-    seen: list[tuple[list[int], list[int]]] = []  # number of the prompt, tokens
-
-    class Watched(SortedGRPOTrainer):
-        def _generate_single_turn(self, *arguments: Any) -> Any:
-            tokens, logprobs = super()._generate_single_turn(*arguments)
-            seen.extend((row.rollout.prompt.payload, row.rollout.tokens) for row in self._rows)
-            return tokens, logprobs
-
-    class Replayed(GRPOTrainer):
-        def _generate_single_turn(self, *arguments: Any) -> Any:
-            return [tokens for _, tokens in seen], None
-
-    args = {
-        "max_steps": 2, "num_iterations": 2, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1,
-        "lr_scheduler_type": "constant", "shuffle_dataset": False, "beta": 0.01,
-    }  # fmt: skip
-    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    ours = trainer_for(tmp_path / "ours", tokenizer, Watched, args=config(tmp_path / "ours", **args))
-    ours.train()
-    rows = questions().select([number for number, _ in seen][::GROUP])
-    theirs = trainer_for(
-        tmp_path / "theirs", tokenizer, Replayed, args=config(tmp_path / "theirs", **args, **whole), train_dataset=rows
-    )
-    start = weights_of(theirs)
-    theirs.train()
-    expected = weights_of(theirs)
-    assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
-    for name, value in weights_of(ours).items():
-        torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
-    lengths = [len(tokens) for _, tokens in seen]
-    assert max(lengths) > 1.5 * min(lengths)
-    for name in ("entropy", "kl", "clip_ratio/region_mean"):
-        logged, expected_mean = (kind.state.log_history[1][name] for kind in (ours, theirs))
-        assert expected_mean > 0 and logged == pytest.approx(expected_mean, rel=1e-3), name
 
 
 def test_the_loss_compares_with_what_the_engine_sampled_with(tokenizer: Any, tmp_path: Path) -> None:

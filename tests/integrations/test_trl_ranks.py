@@ -1,7 +1,5 @@
 """SortedGRPOTrainer on several ranks: real processes over gloo, FSDP2 and ZeRO on the CPU."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -227,3 +225,9 @@ def test_a_function_makes_an_engine_with_slots_of_its_own() -> None:
     check_parts("partial", lambda: None, None)
     with pytest.raises(ConfigurationError, match="slots of its own"):
         check_parts("partial", lambda: None, 8)
+
+
+def test_vllm_that_is_not_installed_is_refused_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="vLLM is not installed: pip install"):
+        check_parts("partial", "vllm", None)

@@ -1,7 +1,5 @@
 """Tools and environments in SortedGRPOTrainer, against GRPOTrainer: real TRL, a scripted model, on the CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -21,14 +19,13 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from scripted_model import EOS, TEMPLATE, Table, call, scripted_model, scripted_tokenizer
+from small_trl_runs import events_in, losses_in, small_config, updates_in
 from sortedrl.core import strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.events import Event, Filtered, Observed, Rejected, Started, Submitted, TurnEnded, Updated
+from sortedrl.core.events import Filtered, Observed, Rejected, Started, Submitted, TurnEnded, Updated
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl import SortedGRPOTrainer
-from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
-from trl_config import small_config
 
 GROUP = 2
 
@@ -161,7 +158,7 @@ def both_trainers(
         made = trainer_of(watching, folder / name, table, args=config(folder / name, **fields), **more | given)
         made.train()
         found.append(sorted(seen, key=lambda row: row["prompt"]))
-        logs.append(next(entry for entry in made.state.log_history if "loss" in entry))
+        logs.append(losses_in(made)[0])
     return found[0], found[1], logs
 
 
@@ -358,7 +355,7 @@ def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, filter_group
     trainer = trainer_of(SortedGRPOTrainer, tmp_path, COUNTING, args=args, schedule=schedule, slots=3, **given)
     Counter24.made = 0
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     assert len(history) == 6
     assert all(entry.get("sortedrl/mismatch", 0.0) < 1e-4 for entry in history)
     assert any(entry["tools/call_frequency"] > 1 for entry in history)
@@ -370,10 +367,6 @@ def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, filter_group
     assert Counter24.made < len(opened)  # instances are used again after their rewards
     staleness = Metrics().fold(log).run_metrics().staleness_max
     assert (staleness == 0) == strategy_named(mode).on_policy
-
-
-def events_in(folder: Path) -> list[Event]:
-    return without_rolled_back(read_events(folder / "events.jsonl"))
 
 
 # Training
@@ -442,10 +435,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     table = {**table, call("random_count"): EOS}
     whole = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
     whole.train()
-    told = [event._replace(at=0.0) for event in events_in(tmp_path) if isinstance(event, Updated)]
+    told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
     resumed = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [event._replace(at=0.0) for event in events_in(tmp_path) if isinstance(event, Updated)] == told
+    assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told
     expected = dict(whole.model.named_parameters())
     for name, value in resumed.model.named_parameters():
         assert torch.equal(value, expected[name]), name
@@ -486,7 +479,7 @@ def test_no_slot_is_held_while_a_tool_runs(tmp_path: Path) -> None:
     others = [event for event in log[first:answered] if isinstance(event, Submitted)]
     assert others and all(event.rollout != log[first].rollout for event in others)  # type: ignore[union-attr]
     assert not [event for event in log if isinstance(event, Rejected)]
-    history = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    history = losses_in(trainer)[0]
     assert (history["tools/call_frequency"], history["tools/failure_frequency"]) == (1.0, 0.0)
 
 
@@ -540,7 +533,7 @@ def test_a_call_that_hangs_is_an_error_and_its_thread_is_abandoned(tmp_path: Pat
     stuck = [environment for environment, case, _ in used if case == "P"]
     assert len(set(map(id, stuck))) == len(stuck) >= GROUP  # and never used for another rollout
     assert all((environment.case, environment.calls) == ("P", 1) for environment in stuck)
-    log = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    log = losses_in(trainer)[0]
     assert log["tools/failure_frequency"] > 0
 
 
@@ -571,7 +564,7 @@ def test_vllm_generates_the_turns(tmp_path: Path) -> None:
         train_dataset=starts(16), schedule="partial", engine="vllm", slots=3,
     )  # fmt: skip
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     assert len(history) == 4 and all(entry["tools/call_frequency"] > 0 for entry in history)
     assert max(entry.get("sortedrl/mismatch", 0.0) for entry in history) < 1e-4
 
@@ -634,6 +627,6 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     }  # fmt: skip
     trainer = example["trainer"](str(tmp_path / "model"), **options)
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     assert len(history) == 2 and all(entry["tools/call_frequency"] >= 1 for entry in history)
     assert all("rewards/Guess/mean" in entry for entry in history)

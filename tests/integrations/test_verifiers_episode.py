@@ -1,7 +1,5 @@
 """An episode between the scheduler and verifiers' requests, with a scripted environment. Needs no verifiers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -11,9 +9,17 @@ from aiohttp import ClientSession
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.integrations.verifiers.endpoint import SESSION, Endpoint
 from sortedrl.integrations.verifiers.env_server import server_environment
-from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
+from sortedrl.integrations.verifiers.episode import (
+    SESSION,
+    Ask,
+    Endpoint,
+    Episode,
+    EpisodeFailed,
+    Outcome,
+    Refused,
+    Report,
+)
 from sortedrl.tasks.environment_calls import Turn
 
 PROMPT = [1, 2, 3]

@@ -1,7 +1,5 @@
 """The thread that owns the scheduler in verl's trainer: needs neither verl nor Ray."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

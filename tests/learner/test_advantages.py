@@ -1,7 +1,5 @@
 """Advantages against direct formulas, written out as loops."""
 
-from __future__ import annotations
-
 import random
 import statistics as stats
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, never without a good one, and damage is found."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

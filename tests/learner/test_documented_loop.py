@@ -1,7 +1,5 @@
 """The loop of README with our engine and learner: all that it needs comes from `sortedrl`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses against direct formulas, written out as loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,7 +21,7 @@ from sortedrl.learner.losses import (
     token_weights,
 )
 from sortedrl.learner.settings import Aggregation, OffPolicyCorrection, RatioLevel
-from sortedrl.learner.update_metrics import GradientCosine
+from sortedrl.learner.update import GradientCosine
 
 CLIP_LOW, CLIP_HIGH, CAP = 0.2, 0.28, 1.5
 CORRECTIONS: list[OffPolicyCorrection] = ["ppo_clip", "cispo", "mask", "decoupled"]
@@ -93,20 +91,6 @@ def test_loss_and_gradient_are_the_formula(off_policy_correction: OffPolicyCorre
     (expected,) = torch.autograd.grad((direct * weights).sum(), tensors[0])
     assert expected.abs().max() > 0.05
     assert torch.allclose(gradient, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("off_policy_correction", CORRECTIONS)
-def test_on_policy_every_treatment_is_the_plain_policy_gradient(
-    off_policy_correction: OffPolicyCorrection, level: RatioLevel
-) -> None:
-    new, _, _, advantages, mask = random_policies()
-    result = loss_of(off_policy_correction, level, new, new.detach(), new.detach(), advantages, mask)
-    assert torch.equal(result.ratio_bt[mask], torch.ones_like(result.ratio_bt[mask]))
-    assert torch.equal(result.weight_bt[mask], torch.ones_like(result.weight_bt[mask]))
-    assert not result.clipped_bt.any()
-    (gradient,) = torch.autograd.grad(result.loss_bt.sum(), new)
-    assert torch.allclose(gradient, -advantages * mask, atol=1e-6)
 
 
 def test_an_absurd_ratio_stays_finite() -> None:

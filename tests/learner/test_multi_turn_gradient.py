@@ -1,7 +1,5 @@
 """Rollouts of several turns in the learner: the gradient is that of the policy's tokens, with the whole context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

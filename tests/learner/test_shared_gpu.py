@@ -1,7 +1,5 @@
 """The learner beside an engine on the same GPU: when it works, and on which part of the GPU. No GPU is needed here."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Streaming does not change an update: rollouts accumulated early, in any parts, against the same batch in one step."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

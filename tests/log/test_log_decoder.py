@@ -1,7 +1,5 @@
 """A line of a log is an event with all of its fields, or damage: it never ends the reader."""
 
-from __future__ import annotations
-
 import io
 import random
 

@@ -1,7 +1,5 @@
 """The event log on disk and the atomic write: what a kill, damage or a full disk leaves behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

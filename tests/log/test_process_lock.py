@@ -1,7 +1,5 @@
 """Locks that show whether a process is there, in real processes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The built-in model: small, whole, in step with the script that makes it, and as able as it should be."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import asdict

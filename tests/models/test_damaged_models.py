@@ -1,7 +1,5 @@
 """A model folder with a damaged file is one line that names the model, not a traceback."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

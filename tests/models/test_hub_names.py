@@ -1,7 +1,5 @@
 """Hub names where the hub cannot be reached: an answer at once, not after a minute of retries."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters merged into the weights of the base model: as peft merges them, and without a change to the model."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The warm start of pretrained models: its loss, which positions get logits, and its allocator settings."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

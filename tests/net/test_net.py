@@ -3,8 +3,6 @@
 `python tests/net/test_net.py` records today's values in recorded.json. Delete this folder when the layout is settled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,15 +1,13 @@
 """Event logs that lack lines or have unreadable ones: every fold reads what is left, and the report states the loss."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scenarios import MODES
 from simulated_logs import figures_of, simulated_log
-from sortedrl.cli import main
 from sortedrl.log.reading import read_events, read_intact
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report.runs import read_runs
@@ -108,9 +106,7 @@ def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reward", ["Infinity", "-Infinity", "NaN", "1e999", "9" * 400])
-def test_an_infinite_reward_is_damage_in_every_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], reward: str
-) -> None:
+def test_an_infinite_reward_is_damage_in_every_command(tmp_path: Path, told: Any, refused: Any, reward: str) -> None:
     """Older versions wrote it, and the report ended in a traceback."""
     path = simulated_log(tmp_path / "events.jsonl")
     lines = path.read_text().splitlines(keepends=True)
@@ -122,13 +118,10 @@ def test_an_infinite_reward_is_damage_in_every_command(
     (read,) = read_runs([path])
     assert f"line {place + 1} ({why})" in read.notices[0]
     assert why in report.page([read], "0")
-    assert main(["trace", str(tmp_path)]) == 0
-    assert "left out 1 unreadable line of" in capsys.readouterr().err
-    assert main(["watch", str(tmp_path)]) == 0
-    assert f"events.jsonl: line {place + 1} cannot be read ({why})" in capsys.readouterr().out
-    assert main(["simulate", "--lengths", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"line {place + 1} " in error and why in error and len(error.splitlines()) == 1
+    assert "left out 1 unreadable line of" in told("trace", tmp_path).err
+    assert f"events.jsonl: line {place + 1} cannot be read ({why})" in told("watch", tmp_path).out
+    error = refused("simulate", "--lengths", path)
+    assert f"line {place + 1} " in error and why in error
 
 
 @pytest.mark.parametrize("seconds", ["Infinity", "NaN", "9" * 400])
@@ -147,11 +140,9 @@ def test_a_damaged_line_counts_for_the_roll_back_after_it(tmp_path: Path) -> Non
     assert damage == [], "what is void may be damaged"
 
 
-def test_a_log_without_its_start_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_without_its_start_is_refused_in_one_line(tmp_path: Path, told: Any, refused: Any) -> None:
     path = simulated_log(tmp_path / "events.jsonl")
     path.write_text("#" + path.read_text())
-    assert main(["report", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert "the start of a run is not in it, or cannot be read" in error and error.count("\n") == 1
-    assert main(["trace", str(path)]) == 0
-    assert main(["watch", str(tmp_path)]) == 0
+    assert "the start of a run is not in it, or cannot be read" in refused("report", path)
+    told("trace", path)
+    told("watch", tmp_path)

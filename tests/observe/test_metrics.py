@@ -1,7 +1,5 @@
 """The metrics: hand-made event logs whose answers can be computed on paper, and small runs."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -276,18 +274,6 @@ def test_sortedness_of_random_updates_is_0_in_the_mean_whatever_their_sizes(
         rest = iter(dealt)
         scores.append(sortedness([[n for _ in batch for n in next(rest)] for batch in batches], group=group) or 0.0)
     assert statistics.fmean(scores) == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_random_batches_score_0_and_sorted_ones_1_at_any_size(size: int) -> None:
-    chance = random.Random(size)
-    lengths = [round(chance.lognormvariate(6, 1)) + 1 for _ in range(4096)]
-
-    def of(ordered: list[int]) -> float:
-        return sortedness([ordered[i : i + size] for i in range(0, len(ordered), size)]) or 0.0
-
-    assert of(lengths) == pytest.approx(0, abs=0.08)
-    assert of(sorted(lengths)) > 0.99
 
 
 def test_rank_correlation_of_equal_and_opposite_orders() -> None:

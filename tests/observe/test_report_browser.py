@@ -1,8 +1,6 @@
 """The report as a browser shows it: what its charts hold is what the event log says, nothing is asked of a network,
 nothing goes wrong on the console, and a large run is usable at once."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

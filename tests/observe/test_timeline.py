@@ -1,10 +1,7 @@
 """The timeline: every stay in a slot is in one slice, and slices add up to the metrics of the same log."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import groupby
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -31,32 +28,10 @@ from sortedrl.core.events import (
 )
 from sortedrl.core.strategies.ours import LookaheadPartial
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.timeline import OUTCOMES, Slice, slices
+from sortedrl.observe.timeline import Slice, slices
+from trace_rules import assert_adds_up
 
 RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def busy_slot_seconds(log: list[Event]) -> float:
-    run_metrics = Metrics().fold(log).run_metrics()
-    return run_metrics.slots * run_metrics.seconds * (1 - run_metrics.bubble)
-
-
-def slot_seconds(found: list[Slice]) -> float:
-    return sum(s.end - s.start for s in found)
-
-
-def assert_adds_up(log: list[Event]) -> None:
-    found = slices(log)
-    assert slot_seconds(found) == pytest.approx(busy_slot_seconds(log), rel=1e-9, abs=1e-9)
-    by_slot: defaultdict[int, list[Slice]] = defaultdict(list)
-    for s in found:
-        assert s.outcome in OUTCOMES and s.start <= s.end and s.made >= 0
-        by_slot[s.slot].append(s)
-    for stays in by_slot.values():
-        assert all(
-            before.end <= after.start for before, after in pairwise(sorted(stays, key=attrgetter("start", "end")))
-        )
-    assert len(found) == sum(isinstance(event, Started) for event in log)
 
 
 def assert_tokens_agree(log: list[Event]) -> None:

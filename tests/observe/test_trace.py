@@ -1,7 +1,5 @@
 """The trace of a run: the rules of the format on random and on real runs, what it shows, and the command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +12,10 @@ from hypothesis import strategies as st
 from random_runs import troubled
 from scenarios import MODES, STREAMABLE, Run, Scenario, run
 from sortedrl.cli import main
-from sortedrl.core.events import Event, RolledBack, Streamed, Updated
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.events import Event, RolledBack, Streamed
 from sortedrl.log.lines import JsonLines
 from sortedrl.observe.trace import trace_events
-from trace_rules import assert_valid_trace, logged_run, written_trace
+from trace_rules import assert_valid_trace, written_trace
 
 RANDOM = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 SMALL: dict[str, Any] = {
@@ -59,29 +56,6 @@ def test_learner_work_during_the_harvest_is_on_the_learner_s_track() -> None:
     )
     harvest = next(event for event in trace if event.get("cat") == "phase" and event["name"] == "harvest")
     assert harvest["ts"] < streamed[0]["ts"] < harvest["ts"] + harvest["dur"] and "learner" in phases
-
-
-@pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial", "partial+elevator"])
-def test_the_trace_of_the_embedded_engine_is_valid(mode: str) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from sortedrl.engines.embedded.engine import EmbeddedEngine
-
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=24, max_position_embeddings=64, **shape)).eval()
-    engine = EmbeddedEngine(model, slots=3, eos_token_ids=(2,), max_length=48)
-    log = logged_run(
-        engine,
-        mode,
-        [Prompt(f"p{i}", [1, i]) for i in range(16)],
-        rollouts_per_update=4,
-        prompts_per_cohort=8,
-        max_response_tokens=40,
-    )
-    assert sum(isinstance(event, Updated) for event in log) >= 3
-    assert_valid_trace(log)
 
 
 def test_a_slice_tells_its_outcome_in_its_name_and_what_it_made() -> None:
@@ -129,16 +103,13 @@ def run_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_command_writes_the_trace_of_the_last_run_in_the_log(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_trace_of_the_last_run_in_the_log(run_folder: Path, told: Any) -> None:
     log = run_folder / "events.jsonl"
     for runs in (1, 2):
         log.write_text(log.read_text() * runs)
-        assert main(["trace", str(run_folder)]) == 0
-        told = capsys.readouterr()
-        assert str(run_folder / "trace.json") in told.out
-        assert ("events of 2 runs, of which only the last one counts" in told.err) is (runs == 2)
+        printed = told("trace", run_folder)
+        assert str(run_folder / "trace.json") in printed.out
+        assert ("events of 2 runs, of which only the last one counts" in printed.err) is (runs == 2)
         found = json.loads((run_folder / "trace.json").read_text())
         assert found["traceEvents"] == written_trace(run("partial", LENGTHS, **SMALL).events)
 
@@ -153,33 +124,25 @@ def test_without_a_name_the_newest_run_is_traced(
     assert (tmp_path / "runs" / "newest" / "trace.json").exists()
 
 
-def test_the_command_takes_a_log_file_and_writes_where_it_is_told(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_log_file_and_writes_where_it_is_told(run_folder: Path, tmp_path: Path, told: Any) -> None:
     out = tmp_path / "elsewhere.json"
-    assert main(["trace", str(run_folder / "events.jsonl"), "--out", str(out), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["trace"] == str(out) and told["slices"] > 0 and told["unreadable_lines"] == 0
+    found = json.loads(told("trace", run_folder / "events.jsonl", "--out", out, "--json").out)
+    assert found["trace"] == str(out) and found["slices"] > 0 and found["unreadable_lines"] == 0
     assert out.exists() and not (run_folder / "trace.json").exists()
 
 
-def test_a_torn_and_damaged_log_gives_a_trace_of_the_rest(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_torn_and_damaged_log_gives_a_trace_of_the_rest(run_folder: Path, told: Any) -> None:
     log = run_folder / "events.jsonl"
     lines = log.read_text().splitlines(keepends=True)
     lines[40] = "\x00\x00 rubbish\n"
     log.write_text("".join([*lines[:-1], lines[-1][:9]]))
-    assert main(["trace", str(run_folder)]) == 0
-    assert "left out 2 unreadable lines of" in capsys.readouterr().err
+    assert "left out 2 unreadable lines of" in told("trace", run_folder).err
     assert json.loads((run_folder / "trace.json").read_text())["traceEvents"]
     log.write_text("".join([*lines[:40], *lines[41:-1], lines[-1][:9]]))
-    assert main(["trace", str(run_folder)]) == 0
-    assert "left out 1 unreadable line of" in capsys.readouterr().err
+    assert "left out 1 unreadable line of" in told("trace", run_folder).err
 
 
-def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(tmp_path / "nowhere")]) == 2
-    told = capsys.readouterr().err
-    assert "nowhere" in told and told.count("\n") == 1
+def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, refused: Any) -> None:
+    assert "nowhere" in refused("trace", tmp_path / "nowhere")
     (tmp_path / "events.jsonl").write_text("")
-    assert main(["trace", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert "it has no events" in refused("trace", tmp_path)

@@ -1,7 +1,5 @@
 """Trackers and the Prometheus endpoint: real packages, a real run, and the same numbers everywhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The estimated uncut mean length against the simulator, which knows it."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

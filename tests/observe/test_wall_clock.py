@@ -1,8 +1,5 @@
 """What a run waits for: hand-made logs with known answers, and simulated runs with a known bottleneck."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +8,8 @@ from hypothesis import given, settings
 from random_runs import troubled
 from scenarios import MODES, EnvironmentCall, Run, Scenario, scenario
 from sortedrl import Schedule
-from sortedrl.core.controller import Controller
 from sortedrl.core.events import (
     Event,
-    EventLog,
     Finished,
     Phase,
     Published,
@@ -24,14 +19,11 @@ from sortedrl.core.events import (
     Submitted,
     Updated,
 )
-from sortedrl.core.prompts import Prompts
-from sortedrl.core.rollout import Rollout
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.wall_clock import PARTS, bottleneck, bottleneck_line
-from sortedrl.studies.workload import SimulatedPrompts, Workload, simulated_engine
+from sortedrl.studies.workload import Workload, run
 
 
 def parts(*log: Event) -> dict[str, float]:
@@ -103,57 +95,22 @@ def test_the_parts_of_any_run_add_up_to_one(scenario: Scenario) -> None:
     assert sum(found.values()) == pytest.approx(1) or not any(found.values())
 
 
-class OneAtATime:
-    """Seconds until a score is there, if responses are scored one after the other."""
-
-    def __init__(self, now: Callable[[], float], seconds: float) -> None:
-        self._now = now
-        self._seconds = seconds
-        self._free_at = 0.0
-
-    def __call__(self, rollout: Rollout) -> float:
-        self._free_at = max(self._free_at, self._now()) + self._seconds
-        return self._free_at - self._now()
-
-
-def run_parts(mode: str, score_seconds: float = 0.0, learner_seconds: float = 0.0) -> dict[str, float]:
-    metrics = Metrics()
-    workload = Workload(
-        lengths=LognormalLengths(limit=512), slots=16, prompts=256, prompt_tokens=8, step_time=PRESETS["h200-8b"]
-    )
-    overlap = mode == "async-pool"  # it needs both
+def run_parts(mode: str, **seconds: float) -> dict[str, float]:
+    lengths, overlap = LognormalLengths(limit=512), mode == "async-pool"  # which needs a bound, too
+    sizes: dict[str, Any] = {"lengths": lengths, "slots": 16, "prompts": 256, "prompt_tokens": 8}
     schedule = Schedule(
-        mode=mode,
-        rollouts_per_update=16,
-        prompts_per_cohort=64,
-        max_response_tokens=512,
-        score_wait_seconds=1e6,
-        overlap=overlap,
-        max_staleness=8 if overlap else None,
-    )
-    engine = simulated_engine(workload)
-    controller = Controller(
-        engine,
-        Prompts(SimulatedPrompts(workload.prompts, workload.prompt_tokens), epochs=1, seed=0),
-        SimulatedScorer(engine, seconds_of=OneAtATime(engine.now, score_seconds)),
-        schedule,
-        log=EventLog(metrics),
-    )
-    for _ in controller:
-        if overlap:
-            controller.carry_on(until=engine.now() + learner_seconds)
-        else:
-            engine.pass_time(learner_seconds)
-        controller.publish()
-    return metrics.run_metrics().wall_parts
+        mode=mode, rollouts_per_update=16, prompts_per_cohort=64, max_response_tokens=512, score_wait_seconds=1e6,
+        overlap=overlap, max_staleness=8 if overlap else None,
+    )  # fmt: skip
+    return run(Workload(**sizes, step_time=PRESETS["h200-8b"], **seconds), schedule).wall_parts
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_simulated_run_names_its_bottleneck(mode: str) -> None:
     quick = run_parts(mode)
     assert bottleneck(quick) == "generation" and quick["scoring"] < 0.02
-    assert bottleneck(run_parts(mode, learner_seconds=100.0)) == "learner"
-    slow = run_parts(mode, score_seconds=2.0)
+    assert bottleneck(run_parts(mode, learner_seconds_per_update=100.0)) == "learner"
+    slow = run_parts(mode, score_seconds=200.0)
     assert bottleneck(slow) == "scoring" and slow["scoring"] > 0.5, slow
 
 

@@ -1,7 +1,5 @@
 """`sortedrl watch` on real runs: growing, finished, interrupted, killed, resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,7 +17,6 @@ import forked
 import toy
 from forked import Command, Done
 from scenarios import run as simulated
-from sortedrl.cli import main
 from sortedrl.core import events
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.lines import written
@@ -295,12 +292,10 @@ def test_wrong_folders_and_damaged_logs_give_one_line(killed: Path, tmp_path: Pa
     assert "its process has ended" in said[-1]
 
 
-def test_a_log_of_an_older_version_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_an_older_version_is_refused_in_one_line(tmp_path: Path, refused: Any) -> None:
     (tmp_path / "events.jsonl").write_text('{"event":"RunBegan","at":0.0,"slots":4,"mode":"partial","settings":{}}\n')
     for command in ("watch", "report", "trace"):
-        assert main([command, str(tmp_path)]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "event log format 1, written by an older sortedrl" in error
+        assert "event log format 1, written by an older sortedrl" in refused(command, tmp_path)
 
 
 def test_the_newest_run_is_watched_where_none_is_named(killed: Path, tmp_path: Path) -> None:

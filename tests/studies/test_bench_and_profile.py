@@ -1,7 +1,5 @@
 """Measurements on an engine: forced lengths, the profile, and schedules benched on it."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -12,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from sortedrl.cli import main
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Change, Engine, Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.lengths import LognormalLengths
+from sortedrl.engines.lengths import ForcedLengths, LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
@@ -27,7 +23,7 @@ from sortedrl.studies.bench import BenchSettings, bench_workload
 from sortedrl.studies.measurements import warm_up
 from sortedrl.studies.profile_file import Profile, read
 from sortedrl.studies.simulate import SimulateSettings
-from sortedrl.studies.workload import Workload
+from sortedrl.studies.workload import Workload, limit, run
 from sortedrl.studies.workload_settings import simulated_workload
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 
@@ -126,34 +122,34 @@ def test_what_a_return_costs_is_found(seconds: float, engine_type: type[Simulate
     assert found == pytest.approx(seconds, abs=2e-4)  # a decode step takes 6 ms
 
 
-def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, capsys: Any) -> None:
+def test_a_profile_survives_its_file_and_serves_the_simulator(tmp_path: Path, told: Any, refused: Any) -> None:
     cells = tuple(profile.measure(endless_engine(8), profile.cells_for(8, 512, math.inf), 100, steps=8, repeats=1))
-    found = Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here", prefill_step_seconds=0.003)
+    measured = Profile("simulated", "", 8, cells, 2e-5, 2048, 99_000, 0.1, "here", prefill_step_seconds=0.003)
     path = tmp_path / "profile.json"
-    found.write(path)
-    assert read(path) == found
+    measured.write(path)
+    assert read(path) == measured
     assert read(path).step_time().prefill_tokens_per_step == 2048
     assert read(path).step_time().has_chunked_prefill
     arguments = ["simulate", "--step-time", str(path), "--slots", "8", "--rollouts-per-update", "8"]
     arguments += ["--prompts-per-cohort", "32", "--cohorts", "2", "--modes", "baseline", "--expectations", "cold"]
-    assert main([*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["modes"]["baseline"]["goodput"] > 0
+    found = json.loads(told(*arguments, "--median-length", "50", "--max-response-tokens", "200", "--json").out)
+    assert found["modes"]["baseline"]["goodput"] > 0
     assert simulated_workload(SimulateSettings(step_time=str(path))).weight_update_seconds == 0.1
     without = SimulateSettings(step_time=str(path), weight_update_seconds=0.0)
     assert simulated_workload(without).weight_update_seconds == 0.0
     assert bench_workload(BenchSettings(step_time=str(path))).weight_update_seconds == 0.0  # it loads none
     no_time = (replace(cells[0], step_seconds=0.0), *cells[1:])
     for broken, words in [
-        ({"cells": no_time}, "an impossible time"),
-        ({"weight_update_seconds": math.nan}, "an impossible time"),
-        ({"weight_update_seconds": -5.0}, "an impossible time"),
+        ({"cells": no_time}, "cells.0.step_seconds: Input should be greater than 0"),
+        ({"weight_update_seconds": math.nan}, "weight_update_seconds: Input should be a finite number"),
+        ({"weight_update_seconds": -5.0}, "weight_update_seconds: Input should be greater than or equal to 0"),
         ({"weight_update_seconds": "many"}, "is not a profile"),
         ({"kv_tokens": "many"}, "is not a profile"),
     ]:
-        replace(found, **broken).write(path)
-        assert main(arguments) == 2 and words in capsys.readouterr().err
+        replace(measured, **broken).write(path)
+        assert words in refused(*arguments)
     path.write_text('{"cells": 3}')
-    assert main(arguments) == 2 and "is not a profile" in capsys.readouterr().err
+    assert "is not a profile" in refused(*arguments)
 
 
 def test_levels_are_fitted_as_they_are() -> None:
@@ -185,17 +181,14 @@ SCHEDULE = Schedule(mode="baseline", rollouts_per_update=16, prompts_per_cohort=
 
 @pytest.mark.parametrize("text", ["baseline", "partial+elevator@oracle", "on-policy+planned@oracle*1.15", "april"])
 def test_a_bench_on_an_engine_that_the_simulator_knows_is_what_it_predicts(text: str) -> None:
-    case = bench.Case.parsed(text)
-    workload = replace(WORKLOAD, expectation=case.expectation)
-    found = bench.run(endless_engine(16), workload, case.schedule(SCHEDULE), 100)
-    predicted = bench.predicted(case, WORKLOAD, SCHEDULE, None)
+    case = bench.case_of(text, WORKLOAD, SCHEDULE)
+    found = bench.run(endless_engine(16), case.workload, case.schedule, 100)
+    predicted = run(case.workload, case.schedule)
     for name in ("goodput", "kept", "bubble", "waste", "staleness_mean", "sortedness", "length_bias"):
-        assert found[name] == pytest.approx(predicted[name], abs=1e-9), name
+        assert found[name] == pytest.approx(getattr(predicted, name), abs=1e-9), name
 
 
 def test_the_measured_limit_is_the_simulated_one() -> None:
-    from sortedrl.studies.workload import limit
-
     measured = bench.measured_limit(endless_engine(16), WORKLOAD, SCHEDULE, 100, turnovers=20)
     assert measured == pytest.approx(limit(WORKLOAD, SCHEDULE), rel=0.03)
 
@@ -205,14 +198,13 @@ def test_progress_has_an_eta_at_the_pace_so_far() -> None:
     now = [100.0]
     progress = bench.Progress(2, 5, lines.append, now=lambda: now[0])
     progress.start()
-    case = bench.Case.parsed("partial")
     now[0] += 30
-    progress.update(case, 1)
+    progress.update("partial", 1)
     now[0] += 30
-    progress.update(case, 4)  # it ends early, with one update less
+    progress.update("partial", 4)  # it ends early, with one update less
     progress.cases_ended += 1
     now[0] += 60
-    progress.update(case, 1)
+    progress.update("partial", 1)
     assert lines == [
         "partial: update 1/5  elapsed 0:30  ETA 4:30",
         "partial: update 4/5  elapsed 1:00  ETA 1:30",
@@ -223,7 +215,7 @@ def test_progress_has_an_eta_at_the_pace_so_far() -> None:
 @pytest.mark.parametrize(("text", "why"), [("baseline*much", "not a number"), ("april@psychic", "no such expectation")])
 def test_a_wrong_case_is_refused(text: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
-        bench.Case.parsed(text)
+        bench.case_of(text, WORKLOAD, SCHEDULE)
 
 
 ENGINE_WITH_RETURNS = """
@@ -245,36 +237,30 @@ def engine(spec):
 
 
 def test_a_profile_times_returns_for_responses_of_several_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     (tmp_path / "engine_with_returns.py").write_text(ENGINE_WITH_RETURNS)
     monkeypatch.syspath_prepend(str(tmp_path))
     sizes = ["--slots", "32", "--max-context-tokens", "2048", "--repeats", "1"]
 
-    def profiled(*more: str) -> Profile:
-        out = tmp_path / "profile.json"
-        words = ["profile", "--engine", "engine_with_returns:engine", *sizes, *more, "--out", str(out)]
-        assert main(words) == 0
-        return read(out)
-
-    assert not profiled().step_time().has_chunked_prefill
-    found = profiled("--observation-tokens", "64")
-    assert "a return with 64 tokens" in capsys.readouterr().out
+    words, out = ["profile", "--engine", "engine_with_returns:engine", *sizes], tmp_path / "profile.json"
+    told(*words, "--out", out)
+    assert not read(out).step_time().has_chunked_prefill
+    assert "a return with 64 tokens" in told(*words, "--observation-tokens", "64", "--out", out).out
+    found = read(out)
     assert found.prefill_step_tokens == 64
     assert found.step_time().per_prefill_step == pytest.approx(0.006, rel=0.1)
     assert found.step_time().per_prefill_token == pytest.approx(0, abs=1e-6)
 
 
-def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) -> None:
+def test_bench_and_profile_from_the_command_line(tmp_path: Path, told: Any, refused: Any) -> None:
     out = tmp_path / "profile.json"
-    assert main(["profile", "--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--out", str(out)]) == 0
+    told("profile", "--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--out", out)
     sizes = ["--slots", "4", "--rollouts-per-update", "4", "--prompts-per-cohort", "8", "--prompt-tokens", "8"]
     lengths = ["--median-length", "6", "--max-response-tokens", "16"]
     files = ["--step-time", str(out), "--out", str(tmp_path / "bench.json"), "--events", str(tmp_path / "logs")]
-    capsys.readouterr()
     modes = ["--modes", "baseline", "partial", "--limit", "simulated"]
-    assert main(["bench", *sizes, *lengths, *files, *modes, "--json"]) == 0
-    output = capsys.readouterr()
+    output = told("bench", *sizes, *lengths, *files, *modes, "--json")
     assert output.err.startswith("4 updates in 2 modes; loading engine embedded")
     assert "all modes take about 0:" in output.err and "partial: update 2/2  elapsed" in output.err
     printed = json.loads(output.out)
@@ -284,8 +270,7 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
     assert partial["trained"] == 8 and partial["predicted"]["trained"] == 8
     assert partial["of_limit"] == partial["goodput"] / printed["limit"]
     assert (tmp_path / "logs" / "partial.jsonl").read_text().count("Updated") == 2
-    assert main(["bench", "--events", str(out)]) == 2
-    assert "no file can be made there (File exists)" in capsys.readouterr().err
+    assert "no file can be made there (File exists)" in refused("bench", "--events", out)
 
 
 @pytest.mark.parametrize(
@@ -295,15 +280,11 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, capsys: Any) ->
         ("--learner-seconds-per-update 3", "a bench has no learner"),
         ("--reuse-kv-cache", "--engine-options reuse_kv_cache True"),
         ("--engine vllm --engine-options reuse_kv_cache no", "it is either True or False"),
-        (
-            "--engine vllm --engine-options reuse_kv_cache True enable_sleep_mode True",
-            "a sleeping engine frees its KV cache",
-        ),
+        ("--engine vllm --engine-options reuse_kv_cache True enable_sleep_mode True", "frees its KV cache"),
     ],
 )
-def test_a_bench_that_cannot_work_is_refused(words: str, why: str, capsys: Any) -> None:
-    assert main(["bench", *words.split()]) == 2
-    assert why in capsys.readouterr().err
+def test_a_bench_that_cannot_work_is_refused(words: str, why: str, refused: Any) -> None:
+    assert why in refused("bench", *words.split())
 
 
 def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
@@ -313,11 +294,9 @@ def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
 
 
 def test_bench_honours_the_settings_of_the_schedule() -> None:
-    schedule = Schedule(max_staleness=2, oversubscribe=1.5)
-    assert bench.Case.parsed("partial+elevator@oracle").schedule(schedule).oversubscribe == 1.5
-    assert bench.Case.parsed("partial+elevator*1.3").schedule(schedule).oversubscribe == 1.3
-    assert bench.Case.parsed("partial").schedule(schedule).max_staleness == 2
-    assert bench.Case.parsed("on-policy").schedule(schedule).max_staleness is None
+    texts = ("partial+elevator@oracle", "partial+elevator*1.3", "partial", "on-policy")
+    schedules = [bench.case_of(text, WORKLOAD, Schedule(max_staleness=2, oversubscribe=1.5)).schedule for text in texts]
+    assert [(one.oversubscribe, one.max_staleness) for one in schedules] == [(1.5, 2), (1.3, 2), (1.5, 2), (1.5, None)]
 
 
 class Seen(ForcedLengths):

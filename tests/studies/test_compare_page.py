@@ -1,7 +1,5 @@
 """From raw results to numbers, tables and the page, on results that are made up here."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
@@ -158,22 +156,19 @@ def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Pa
     assert "anecdote" in caveats and "Failed: 1 run." in caveats and "Not finished: 3 runs." in caveats
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(folder: Path, refused: Any) -> None:
     for out in (folder / "study.toml", Path("/proc/nowhere")):
-        assert main(["compare", "--from", str(folder), "--out", str(out)]) == 2
-        error = capsys.readouterr().err
-        assert "Name a file that can be written" in error and error.count("\n") == 1
+        assert "Name a file that can be written" in refused("compare", "--from", folder, "--out", out)
 
 
-def test_errors_are_shown_as_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_shown_as_they_are(folder: Path, told: Any) -> None:
     """Text in brackets is no markup of the terminal's tables. Control characters do not reach the terminal."""
     failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
     errors = {3: "cannot read [/data/x.jsonl] (exit code 2)", 4: "[rank0]: out of memory in a:bug:b (exit code 1)"}
     append(folder / "results.jsonl", failed | {"seed": 5, "error": "\x1b[2Jcleared\x07"})
     for seed, error in errors.items():
         append(folder / "results.jsonl", failed | {"seed": seed, "error": error})
-    assert main(["compare", "--from", str(folder)]) == 2
-    shown = capsys.readouterr().out
+    shown = told("compare", "--from", folder, code=2).out
     for error in (*errors.values(), r"\x1b[2Jcleared\x07"):
         assert error in shown
     assert not {"\x1b", "\x07"} & set(shown)
@@ -229,9 +224,8 @@ def test_the_problems_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path
     assert problems_in(tmp_path) is None
 
 
-def test_results_are_shown_without_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "--from", str(folder), "--json"]) == 0
-    numbers = json.loads(capsys.readouterr().out)
+def test_results_are_shown_without_training(folder: Path, told: Any) -> None:
+    numbers = json.loads(told("compare", "--from", folder, "--json").out)
     assert numbers == json.loads((folder / "compare.json").read_text())
     assert numbers["arms"]["fast"]["outcomes"]["final_score"]["runs"] == SEEDS
     page = (folder / "compare.html").read_text()
@@ -264,27 +258,21 @@ def test_a_torn_last_line_is_left_out_and_a_whole_one_without_a_line_feed_is_not
         7,
     ],
 )
-def test_a_line_that_lacks_a_result_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], change: Any) -> None:
+def test_a_line_that_lacks_a_result_is_refused(folder: Path, refused: Any, change: Any) -> None:
     with (folder / "results.jsonl").open("a") as file:
         file.write(json.dumps(line("fast", 0) | change if isinstance(change, dict) else change) + "\n")
-    assert main(["compare", "--from", str(folder)]) == 2
-    assert f"line {3 * SEEDS + 1} is not the result of a run" in capsys.readouterr().err
+    assert f"line {3 * SEEDS + 1} is not the result of a run" in refused("compare", "--from", folder)
 
 
-def test_results_of_other_settings_are_not_shown_as_those_of_the_study(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_other_settings_are_not_shown_as_those_of_the_study(folder: Path, refused: Any) -> None:
     other = folder / "other.toml"
     other.write_text(STUDY.replace('mode = "baseline"', 'mode = "on-policy"'))
-    assert main(["compare", str(other), "--from", str(folder)]) == 2
-    printed = capsys.readouterr().err
-    assert "slow seed 0 was run with mode = 'baseline'" in printed and printed.count("\n") == 1
+    assert "slow seed 0 was run with mode = 'baseline'" in refused("compare", other, "--from", folder)
 
 
-def test_a_dry_run_of_stored_results_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_stored_results_writes_nothing(folder: Path, told: Any) -> None:
     before = sorted(folder.iterdir())
-    assert main(["compare", "--from", str(folder), "--dry-run"]) == 0
-    assert "# 3 arms x 8 seeds = 24 runs" in capsys.readouterr().out
+    assert "# 3 arms x 8 seeds = 24 runs" in told("compare", "--from", folder, "--dry-run").out
     assert sorted(folder.iterdir()) == before
 
 

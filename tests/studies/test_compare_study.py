@@ -1,7 +1,5 @@
 """The file of a study: which arms it names, and what is refused."""
 
-from __future__ import annotations
-
 import tomllib
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Simulated dynamic sampling: what the elevator gains over rounds, and rewards from files and runs."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Numbers that README.md and docs/concepts.md state: measured ones are those of the raw files, simulated ones what the
 simulator gives today."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

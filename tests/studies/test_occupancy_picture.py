@@ -1,7 +1,5 @@
 """The pictures of README and docs: true to the logs that they are drawn from, and those that their commands make."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

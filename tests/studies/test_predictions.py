@@ -1,7 +1,5 @@
 """The simulator against what was measured on a GPU: 5 % of the goodput and 2 points of the bubble, in every run."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
@@ -38,3 +36,6 @@ def test_plan_states_how_far_predictions_with_a_learner_were_off() -> None:
     assert (within, len(errors)) == (38, 43)
     assert [f"{error:.0%}" for error in errors[within:]] == ["9%", "12%", "12%", "13%", "14%"]
     assert "38 of 43 with a learner, 9 to 14 % off in the other five" in accuracy_line(SimulateSettings())
+    assert "h200-8b is a preset:" in accuracy_line(SimulateSettings())
+    assert "preset" not in accuracy_line(SimulateSettings(step_time=str(BENCHMARKS / "measured/h200-8b/profile.json")))
+    assert "up to 9 % off with five turns if returns were timed" in accuracy_line(SimulateSettings(turns=3))

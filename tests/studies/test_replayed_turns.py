@@ -1,7 +1,5 @@
 """Turns and latencies from the log of a run: what is recorded is what happened, and the simulator replays it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The worker processes of `simulate` end with it: after Ctrl-C, and when it is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

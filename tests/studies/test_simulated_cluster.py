@@ -1,7 +1,5 @@
 """`simulate` for a cluster: the learner's time, a learner on its own GPUs, weight updates, and one cluster two ways."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Drafts in the simulator: what they cost, when they pay, and what the settings refuse."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +8,14 @@ from typing import Any
 import pytest
 
 from multi_token import MultiTokenEngine
-from sortedrl.cli import main
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Request, RequestFinished
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.draft_time import checking_drafts, pays_up_to, with_drafts
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.speculative import DraftCounts
-from sortedrl.engines.step_time import linear
+from sortedrl.engines.step_time import checking_drafts, linear, pays_up_to, with_drafts
 from sortedrl.studies import profile_file
 from sortedrl.studies.profile import drafts_to_measure, measure
 from sortedrl.studies.profile_file import Cell, Profile
@@ -67,27 +63,23 @@ def test_a_run_generates_the_same_responses_sooner(mode: str) -> None:
         assert drafted.trained_tokens == plain.trained_tokens
 
 
-def simulated(capsys: Any, *flags: str) -> dict[str, Any]:
-    assert main(["simulate", "--modes", "baseline", "--cohorts", "1", "--json", *flags]) == 0
-    return json.loads(capsys.readouterr().out)["modes"]["baseline"]
+BASELINE = ["simulate", "--modes", "baseline", "--cohorts", "1"]
 
 
-def test_simulate_has_drafts(capsys: Any) -> None:
-    plain = simulated(capsys)
-    tail = simulated(capsys, "--drafts", "tail", "--draft-tokens", "3", "--draft-acceptance", "2.0")
-    assert 1.3 < tail["goodput"] / plain["goodput"] < 2.0
-    assert main(["simulate", "--modes", "baseline", "--cohorts", "1", "--drafts", "tail"]) == 0
-    assert "drafts of 3 tokens, while at most" in capsys.readouterr().out
+def test_simulate_has_drafts(told: Any) -> None:
+    drafts = ["--drafts", "tail", "--draft-tokens", "3", "--draft-acceptance", "2.0"]
+    found = [json.loads(told(*BASELINE, "--json", *flags).out)["modes"]["baseline"] for flags in ((), drafts)]
+    assert 1.3 < found[1]["goodput"] / found[0]["goodput"] < 2.0
+    assert "drafts of 3 tokens, while at most" in told(*BASELINE, "--drafts", "tail").out
 
 
 SMALL = ["--slots", "32", "--rollouts-per-update", "32", "--median-length", "100", "--max-response-tokens", "800"]
 
 
 @pytest.mark.parametrize("acceptance", [1.02, 2.0])
-def test_plan_says_from_which_acceptance_on_drafts_pay(acceptance: float, capsys: Any) -> None:
-    flags = [*SMALL, "--cohorts", "1", "--drafts", "tail", "--draft-acceptance", str(acceptance), "--json"]
-    assert main(["plan", *flags, "--max-staleness-mean", "0"]) == 0
-    found = json.loads(capsys.readouterr().out)["drafts"]
+def test_plan_says_from_which_acceptance_on_drafts_pay(acceptance: float, told: Any) -> None:
+    flags = [*SMALL, "--cohorts", "1", "--drafts", "tail", "--draft-acceptance", acceptance, "--json"]
+    found = json.loads(told("plan", *flags, "--max-staleness-mean", "0").out)["drafts"]
     pays_from = found["options"][0]["pays_from"]
     assert 1.02 < pays_from < 2.0
     assert (found["options"][0]["gain"] > 1.02) == (acceptance > pays_from)
@@ -102,16 +94,15 @@ def test_plan_says_from_which_acceptance_on_drafts_pay(acceptance: float, capsys
         (["--drafts", "tail", "--draft-step-time", "missing.json"], "missing.json"),
     ],
 )
-def test_drafts_that_cannot_be_are_refused(flags: list[str], reason: str, capsys: Any) -> None:
-    assert main(["simulate", *flags]) == 2
-    assert reason in capsys.readouterr().err
+def test_drafts_that_cannot_be_are_refused(flags: list[str], reason: str, refused: Any) -> None:
+    assert reason in refused("simulate", *flags)
 
 
 def cells(seconds: float) -> tuple[Cell, ...]:
     return tuple(Cell(r, c, r * c, seconds + 0.001 * r + 1e-8 * r * c, 1e-5) for r in (1, 8, 15) for c in (32, 256))
 
 
-def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: Any) -> None:
+def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, told: Any, refused: Any) -> None:
     measured = Profile("vllm", "m", 16, cells(0.01), 1e-5, 2048, 100_000, None, "here", draft_tokens=3)
     measured = replace(measured, draft_cells=cells(0.012))
     measured.write(tmp_path / "drafts.json")
@@ -119,9 +110,8 @@ def test_measured_steps_with_drafts_replace_the_model(tmp_path: Path, capsys: An
     assert measured.drafted_step_time().at(8) == pytest.approx(0.02)
     flags = ["--slots", "16", "--rollouts-per-update", "16", "--drafts", "always"]
     flags += ["--draft-step-time", str(tmp_path / "drafts.json")]
-    assert main(["simulate", "--modes", "baseline", "--cohorts", "1", *flags, "--draft-tokens", "2"]) == 2
-    assert "measured with 3" in capsys.readouterr().err
-    assert simulated(capsys, *flags)["goodput"] > 0
+    assert "measured with 3" in refused(*BASELINE, *flags, "--draft-tokens", "2")
+    assert "drafts of 3 tokens, always" in told(*BASELINE, *flags).out
 
 
 class WithDrafts(MultiTokenEngine):

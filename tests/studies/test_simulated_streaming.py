@@ -1,14 +1,11 @@
 """Streaming in the simulator: what it gains, where, and that it changes nothing else."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from sortedrl.cli import main
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.simulated_loop import SHARED_DECODING, speed_at
@@ -85,11 +82,10 @@ def test_plan_recommends_it_where_it_pays() -> None:
     assert without.streamed is None and without.streamed_on_shared_gpu is None and "--stream" not in without.reason
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(told: Any) -> None:
     words = "simulate --json --cohorts 2 --prompts-per-cohort 256 --modes baseline --learner-seconds-per-token 2e-4"
 
     def wall(*more: str) -> Any:
-        assert main([*words.split(), *more]) == 0
-        return json.loads(capsys.readouterr().out)["modes"]["baseline"]["wall_seconds"]
+        return json.loads(told(*words.split(), *more).out)["modes"]["baseline"]["wall_seconds"]
 
     assert wall("--stream") < wall("--stream", "--share-gpu") < wall()

@@ -3,8 +3,6 @@
 A start model outside of the repository has to be made first; the study's text has the command or names the script.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

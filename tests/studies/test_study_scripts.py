@@ -1,8 +1,6 @@
 """The scripts beside the study files: figures match the results, a fall is found where it happens, and the log-ratio of
 stale tokens is split into its parts."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

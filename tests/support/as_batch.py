@@ -1,7 +1,5 @@
 """Rollouts as the batch that a controller would hand out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sortedrl.core.batch import Batch

@@ -1,7 +1,5 @@
 """Environments that end or block their process. Imported by worker processes: the standard library and the task."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

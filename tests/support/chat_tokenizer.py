@@ -1,7 +1,5 @@
 """A tokenizer with one token per character and a chat template in ChatML, which shows tools."""
 
-from __future__ import annotations
-
 import string
 
 from tokenizers import Regex, Tokenizer

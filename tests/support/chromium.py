@@ -1,7 +1,5 @@
 """A headless Chromium for the tests of pages, spoken to over its own debugging pipe: no driver, no package."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Engines and servers that a test opens in a helper function and that its fixture `closes_all` closes."""
 
-from __future__ import annotations
-
 from typing import Protocol, TypeVar
 
 

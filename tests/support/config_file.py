@@ -1,7 +1,5 @@
 """Settings that have no flag, given to a command in a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,9 +1,6 @@
 """An environment for tests: it counts turns, and does what a response tells it to."""
 
-from __future__ import annotations
-
 import asyncio
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,16 +29,12 @@ class Counting:
                 return Reward(float(self._turns), True, {"part": 0.5})
             case ["sleep", seconds]:
                 await asyncio.sleep(float(seconds))
-            case ["block"]:
-                time.sleep(600)
             case ["raise"]:
                 raise ValueError("told to raise")
             case ["exit"]:
                 raise SystemExit("told to exit")
             case ["interrupt"]:
                 raise KeyboardInterrupt
-            case ["die"]:
-                os._exit(3)
             case ["number"]:
                 return [{"role": "user", "content": 5}]
             case ["surrogate"]:

@@ -1,7 +1,5 @@
 """Turns of rollouts with environments: said by the policy, answered by the environments of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A command may be given a `Fault`, so that it is killed between two named operati
 package knows about it: the child watches itself by Python's audit events.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

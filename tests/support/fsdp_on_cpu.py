@@ -4,8 +4,6 @@
 ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_*.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

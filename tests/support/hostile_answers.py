@@ -3,8 +3,6 @@ r"""Answers that a policy would try if the comparison let them pass, each with t
 A row is (reference, content of the box, whether it is right).
 """
 
-from __future__ import annotations
-
 UNITS = [
     ("5", "5 cm", True),
     ("5", r"5 \text{ cm}", True),

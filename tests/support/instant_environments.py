@@ -1,7 +1,5 @@
 """Environments that answer inside `submit`, for tests with real engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of a run under any schedule: the rules of schedule_rules.py, and what only the controller can tell."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,8 +1,6 @@
 """A simulated engine whose steps yield several tokens per request, as with drafts: responses end within a step, and
 several of them in the same one."""
 
-from __future__ import annotations
-
 import heapq
 
 from scenarios import WatchedEngine

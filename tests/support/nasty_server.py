@@ -4,8 +4,6 @@ It is a real HTTP server on loopback. Its tokens follow from the prompt alone (`
 is lost, doubled, misaligned or made by other weights shows in what is trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -107,7 +105,7 @@ class NastyServer:
             return await self.routes[path]()
         if path in ("/inference/v1/generate", "/generate"):
             return await self._generate(request)
-        body = await request.json() if request.can_read_body else {}
+        body = await request.json() if request.body_exists else {}
         if path == "/update_weights_from_disk":
             self.weights, self.shift, self._asked_since_update = body["weight_version"], 0, 0
         if path == "/update_weight_version":

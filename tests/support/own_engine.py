@@ -1,7 +1,5 @@
 """An engine in this process with a model of its own, by import path: `own_engine:on_cpu`. Its weights come later."""
 
-from __future__ import annotations
-
 import transformers
 
 from sortedrl.core.engine import EngineSpec

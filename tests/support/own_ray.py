@@ -1,7 +1,5 @@
 """Ray in tests: a cluster of their own, so that several suites may run at the same time."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

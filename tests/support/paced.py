@@ -4,8 +4,6 @@ A token is its position in the response and its log-probability minus (position 
 can be told to die (as a killed process does: every later call raises), or to be unable to load some version.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Whether processes that a test started have ended, and how long they have computed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

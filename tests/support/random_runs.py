@@ -6,8 +6,6 @@
 The same seed gives the same run, on any machine: `case_of` uses `random.Random(seed)` and nothing else.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,7 +29,8 @@ from scenarios import (
     WatchedPool,
 )
 from sortedrl.core import STRATEGIES, Batch, Event, Schedule, events
-from sortedrl.core.engine import EngineDied
+from sortedrl.core.engine import EngineDied, RequestPreempted
+from sortedrl.engines.simulated_pool import Replica
 
 T = TypeVar("T")
 
@@ -136,8 +135,24 @@ class MortalPool(Mortal, WatchedPool):
     def _live(self) -> None:
         super()._live()
         if self.died < min(len(self.deaths), self.replicas - 1) and self.calls >= self.deaths[self.died]:
-            self.lose(self.died)
+            self.lose(self._replicas[self.died])
             self.died += 1
+
+    def lose(self, replica: Replica) -> None:
+        """Its requests return to the head of the queue, as in the real pool; their undelivered tokens are lost."""
+        self._synchronize(replica)
+        moved = list(replica.entries.values())
+        ahead = {change.id for change in self._undelivered if change.at > self._now and change.id in replica.entries}
+        self._undelivered = [change for change in self._undelivered if change.id not in ahead]
+        replica.engine.abort(list(replica.entries))
+        for request in moved:
+            if request.id in replica.in_slot - ahead:
+                context = len(request.prompt.tokens) + request.prefix_length
+                self._undelivered.append(RequestPreempted(request.id, self._now, context))
+            self._remove(replica, request.id)
+        replica.slots = 0  # it gets no more
+        self._touched[replica] = None
+        self._queue.extendleft(reversed(moved))
 
 
 def peaceful(modes: Sequence[str] = MODES) -> st.SearchStrategy[Scenario]:

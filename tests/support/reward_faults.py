@@ -3,8 +3,6 @@
 `Faults` is a task whose problems say in `answer` which fault happens: to the responses in `faulty`, or to all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import itertools

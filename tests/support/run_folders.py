@@ -1,7 +1,5 @@
 """Run folders with all their files, as a finished training run leaves them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

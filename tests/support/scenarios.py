@@ -26,7 +26,7 @@ from sortedrl.core import (
 from sortedrl.core.group_filter import Keeps
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.episodes import place_of
-from sortedrl.engines.routing import even_split
+from sortedrl.engines.pool_members import even_split
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedEnvironments, SimulatedLearner, SimulatedScorer, Step
 from sortedrl.engines.simulated_pool import SimulatedPool

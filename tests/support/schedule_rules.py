@@ -4,8 +4,6 @@ Nothing here asks the controller or its buffer: `Replay` rebuilds the state of e
 fails at the first event that cannot follow the ones before it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The generation prompt repeats the last character of the conversation. So the las
 result decides what the model says, for example which tool it calls.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import string

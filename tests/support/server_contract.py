@@ -4,8 +4,6 @@ A module that tests a server has the fixtures `model` (folder and model), `serve
 same model that may be killed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial

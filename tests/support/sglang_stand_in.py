@@ -4,12 +4,8 @@ It is not SGLang. It answers the routes that `engines/servers/sglang.py` uses in
 that our side of the wire can be tested where SGLang does not run. It adds switches for what can go wrong.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +13,20 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
+from nasty_server import NastyServer, ServerLoop
 from sortedrl.core.seeds import derive_seed
 
+CALLS = {"/pause_generation": "pause", "/continue_generation": "continue", "/flush_cache": "flush"}
 
-class SglangStandIn:
+
+class SglangStandIn(NastyServer):
     """`incremental`: events carry what is new (--incremental-streaming-output) or all tokens so far.
 
     `runs_at_once` may be less than `max_running_requests`, as when memory is short: the others wait.
     """
+
+    held_ends = 0  # responses that are whole and wait for their abort
+    calls_ends_aborts = False  # as SGLang does when the abort comes in the step of the last token
 
     def __init__(
         self,
@@ -43,127 +45,51 @@ class SglangStandIn:
         self.max_length = max_length
         self.step_seconds = step_seconds
         self.api_key = api_key
-        self.calls_ends_aborts = False  # as SGLang does when the abort comes in the step of the last token
-        self.started = time.time()
-        self.weight_version = "default"
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
-        self._runs_at_once = runs_at_once
+        self._slots = asyncio.Semaphore(runs_at_once)
         self._aborted: set[str] = set()  # prefixes of names, as SGLang takes them
         self._open: set[str] = set()
         self._running = 0
-        self._is_paused = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
-
-    held_ends = 0  # responses that are whole and wait for their abort
-
-    async def _start(self) -> None:
-        self._slots = asyncio.Semaphore(self._runs_at_once)
-        app = web.Application(middlewares=[self._authenticate])
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/server_info", self._server_info),
-                web.get("/model_info", self._model_info),
-                web.get("/v1/loads", self._loads),
-                web.post("/generate", self._generate),
-                web.post("/abort_request", self._abort),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._continue),
-                web.post("/update_weights_from_disk", self._update_weights),
-                web.post("/flush_cache", self._flush),
-            ]
-        )
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        assert self._runner.server is not None
-        self._site_socket = await self._loop.create_server(self._runner.server, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._site_socket.sockets[0].getsockname()[1]}"
+        self._own_loop = ServerLoop()
+        super().__init__("sglang", self._own_loop.loop)
 
     def kill(self) -> None:
         """As `kill -9` does: no port, every connection reset."""
-        self._loop.call_soon_threadsafe(self._site_socket.close)
-        self.drop_connections()
-
-    def restart(self, model: Any) -> None:
-        """As behind a proxy that keeps the address: connections break, then another process answers."""
-        self.drop_connections()
-        self.model, self.started, self.weight_version = model, time.time(), "default"
+        self._do(self.vanish(None))
 
     def close(self) -> None:
-        self.kill()
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-
-    def drop_connections(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result()
-
-    async def _drop(self) -> None:
-        assert self._runner.server is not None
-        for connection in list(self._runner.server.connections):
-            if connection.transport is not None:
-                connection.transport.abort()
+        super().close()
+        self._own_loop.close()
 
     # Routes
 
-    @web.middleware
-    async def _authenticate(self, request: web.Request, handler: Any) -> Any:
-        """As SGLang does, but for the answer: it repeats what was sent."""
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        """A key is checked as SGLang does, but for the answer: it repeats what was sent."""
         sent = request.headers.get("Authorization", "")
         if self.api_key is not None and sent != f"Bearer {self.api_key}":
             return web.json_response({"error": f"Unauthorized: {sent}"}, status=401)
-        return await handler(request)
+        if request.path.startswith("/inference"):  # vLLM's
+            return web.Response(status=404)
+        if request.path in CALLS:
+            self.calls.append(CALLS[request.path])
+        elif request.path == "/abort_request":
+            self._aborted.add((await request.json())["rid"])
+        elif request.path == "/update_weights_from_disk":
+            body = await request.json()
+            assert body["flush_cache"] is True and self.calls[-1] == "pause"
+            self.calls.append(f"update {body['weight_version'].rpartition('-')[2]}")
+            self.model.load_state_dict(load_file(Path(body["model_path"]) / "model.safetensors"), strict=False)
+        return await super()._answer(request)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _server_info(self, request: web.Request) -> web.Response:
-        info = {"max_req_input_len": self.max_length, "version": "0.5.23", "startup_time": {"e2e": self.started}}
-        return web.json_response(info)
-
-    async def _model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.weight_version})
-
-    async def _loads(self, request: web.Request) -> web.Response:
+    def answers(self) -> dict[str, Any]:
         load = {
-            "dp_rank": 0,
             "num_running_reqs": self._running,
             "num_waiting_reqs": len(self._open) - self._running,
             "max_running_requests": self.max_running_requests,
         }
-        return web.json_response({"version": "0.5.23", "loads": [load]})
-
-    async def _abort(self, request: web.Request) -> web.Response:
-        self._aborted.add((await request.json())["rid"])
-        return web.Response()
-
-    async def _pause(self, request: web.Request) -> web.Response:
-        assert (await request.json())["mode"] == "abort"
-        self.calls.append("pause")
-        self._is_paused = True
-        return web.json_response({"status": "ok"})
-
-    async def _continue(self, request: web.Request) -> web.Response:
-        self.calls.append("continue")
-        self._is_paused = False
-        return web.json_response({"status": "ok"})
-
-    async def _flush(self, request: web.Request) -> web.Response:
-        self.calls.append("flush")
-        return web.Response(text="Cache flushed.")
-
-    async def _update_weights(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        assert body["flush_cache"] is True and self._is_paused
-        self.calls.append(f"update {body['weight_version'].rpartition('-')[2]}")
-        weights = load_file(Path(body["model_path"]) / "model.safetensors")
-        self.model.load_state_dict(weights, strict=False)
-        self.weight_version = body["weight_version"]
-        return web.json_response({"success": True, "message": "", "num_paused_requests": 0})
+        info = {"max_req_input_len": self.max_length, "startup_time": {"e2e": self.started}}
+        return super().answers() | {"/server_info": info, "/v1/loads": {"loads": [load]}}
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -217,7 +143,7 @@ class SglangStandIn:
                 "id": body["rid"],
                 "finish_reason": reason,
                 "completion_tokens": len(made),
-                "weight_version": self.weight_version,
+                "weight_version": self.weights,
                 "output_token_logprobs": shown,
             }
             event = {"text": "", "output_ids": [t for _, t, _ in shown], "meta_info": about}

@@ -1,8 +1,6 @@
 """Shards models over the processes and compares the gathered weights with those before. Run by torchrun; the
 argument names the way to shard."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Event logs of small simulated runs, as files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

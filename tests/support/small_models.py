@@ -1,7 +1,5 @@
 """Models of a few thousand weights, and the embedded engine over them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

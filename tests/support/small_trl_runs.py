@@ -1,7 +1,5 @@
 """SortedGRPOTrainer, or GRPOTrainer, on the built-in model and a few questions, for tests."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path
@@ -16,7 +14,6 @@ from sortedrl.core.events import Event, Updated
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
-from trl_config import small_config
 
 GROUP = 4
 
@@ -34,6 +31,20 @@ def questions(count: int = 24) -> Dataset:
     people = ("Ann", "Bob", "Cid", "Dan")
     rows = [{"prompt": f"{people[i % 4]} says {people[(i + 1) % 4]} is a knight.", "number": i} for i in range(count)]
     return Dataset.from_list(rows)
+
+
+def small_config(folder: Path, **fields: Any) -> GRPOConfig:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**defaults | fields)
 
 
 def config(folder: Path, **fields: Any) -> GRPOConfig:
@@ -92,3 +103,8 @@ def updates_in(folder: Path) -> list[Updated]:
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def losses_in(trainer: Any) -> list[dict[str, Any]]:
+    """What was logged about each step."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -5,8 +5,6 @@ the checkpoint in FOLDER. When the learner starts on part number PART, it prints
 prints `done` with all trained ids.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A terminal for tests: a command in a real pseudo-terminal, a screen that obeys it, and the panel on that screen."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

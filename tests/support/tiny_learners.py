@@ -1,7 +1,5 @@
 """Learners of tiny real models, rollouts for them, and the gradients of their updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Scripts in several processes on this machine, which talk over gloo."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Short runs of the toy model: their settings as flags, and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

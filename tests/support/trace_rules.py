@@ -1,25 +1,23 @@
-"""What must hold for the trace of any run on any engine, and a small run to try it on.
+"""What must hold for the timeline and the trace of any run on any engine.
 
 `assert_valid_trace(log)` writes the trace, reads it back and checks the rules of the trace-event format as Perfetto's
 importer has them, and that nothing of the event log is missing or stretched.
 """
-
-from __future__ import annotations
 
 import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import pytest
 
-from sortedrl.core import Controller, Engine, EventLog, Prompt, Prompts, Schedule
 from sortedrl.core.events import Event, Published, Started
-from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
+from sortedrl.observe.timeline import OUTCOMES, Slice, slices
 from sortedrl.observe.trace import SLOTS, write_trace
 
 PHASES_OF_EVENTS = {"M", "X", "i"}
@@ -27,22 +25,26 @@ Json = dict[str, Any]
 Track = tuple[int, int]
 
 
-def logged_run(engine: Engine, mode: str, prompts: Iterable[Prompt], **settings: Any) -> list[Event]:
-    """The log of a run of a few updates on any engine that is ready to generate."""
-    log: list[Event] = []
-    schedule = Schedule(mode=mode, **{"prompts_per_cohort": None, **settings})
-    scorer = ScoreAtOnce(lambda rollout: float(len(rollout)))
-    controller = Controller(engine, Prompts(list(prompts)), scorer, schedule, log=EventLog(log.append))
-    for _ in controller:
-        controller.publish()
-    return log
-
-
 def written_trace(log: Iterable[Event]) -> list[Json]:
     file = io.StringIO()
     write_trace(log, file)
     written: list[Json] = json.loads(file.getvalue())["traceEvents"]
     return written
+
+
+def assert_adds_up(log: list[Event]) -> None:
+    """Every stay in a slot is in one slice, and slices add up to the busy slot-time of the metrics."""
+    found, run_metrics = slices(log), Metrics().fold(log).run_metrics()
+    busy = run_metrics.slots * run_metrics.seconds * (1 - run_metrics.bubble)
+    assert sum(s.end - s.start for s in found) == pytest.approx(busy, rel=1e-9, abs=1e-9)
+    by_slot: defaultdict[int, list[Slice]] = defaultdict(list)
+    for s in found:
+        assert s.outcome in OUTCOMES and s.start <= s.end and s.made >= 0
+        by_slot[s.slot].append(s)
+    for stays in by_slot.values():
+        ordered = sorted(stays, key=attrgetter("start", "end"))
+        assert all(before.end <= after.start for before, after in pairwise(ordered))
+    assert len(found) == sum(isinstance(event, Started) for event in log)
 
 
 def assert_valid_trace(log: list[Event]) -> None:

@@ -1,7 +1,5 @@
 """A few updates of SortedGRPOTrainer, as one of several ranks. Its argument is a JSON object (see `main`)."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -15,13 +13,13 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from small_trl_runs import small_config
 from sortedrl.core.engine import EngineDied
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.integrations.trl.weights import is_sharded, whole_weights
 from sortedrl.models import BUILT_IN_MODEL
-from trl_config import small_config
 
 RANK = int(os.environ.get("RANK", "0"))
 FOLDER = json.loads(sys.argv[1])["folder"]

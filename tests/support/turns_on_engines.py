@@ -1,7 +1,5 @@
 """Rollouts of several turns on a real engine, token by token against the learner's model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from instant_environments import InstantEnvironments

@@ -1,7 +1,5 @@
 """Weight handles as CUDA would make them, for machines without it: the same types in the same places."""
 
-from __future__ import annotations
-
 import torch
 
 from sortedrl.engines.servers.weight_handles import WeightHandles
@@ -27,7 +25,7 @@ def fabricated() -> WeightHandles:
             b"reference counter",
             0,
             b"event",
-            True,
+            False,
         )
         for tensor in tensors.values()
     ]

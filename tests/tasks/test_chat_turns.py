@@ -1,11 +1,9 @@
 """Observations as tokens: the tokens of a dialogue are those of its rendered text, and no response is encoded again."""
 
-from __future__ import annotations
-
 import pytest
 
 from chat_tokenizer import CHATML, DROPS_REASONING, NO_TOOL_ROLE, OPENS_REASONING, chat_tokenizer
-from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
+from sortedrl.tasks.encode import ChatTurns, TemplateRefused
 
 USER = [{"role": "user", "content": "and then?"}]
 TOOLS = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]

@@ -1,11 +1,8 @@
 """Environments of a run: instances in this process and in worker processes, replay, time limits, limits of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +15,11 @@ from counting_task import CountingTask
 from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, shown, speak, turn
 from processes import wait_for_end, wait_until
 from sortedrl.core.rollout import Prompt, Segment
-from sortedrl.tasks.calculator import calculator
 from sortedrl.tasks.environment_calls import turns_of
-from sortedrl.tasks.environment_host import Host, LocalHost
-from sortedrl.tasks.environment_workers import WorkerHosts
+from sortedrl.tasks.environment_host import Host, LocalHost, WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.tools import ToolEnvironment
+from sortedrl.tasks.tools import ToolEnvironment, calculator
 from sortedrl.tasks.worker_process import WorkerError
 
 LIMIT_SECONDS = 30.0
@@ -184,20 +179,6 @@ def test_many_instances_wait_at_the_same_time_in_one_process() -> None:
         assert time.monotonic() - began < 25, "one after the other they would take 50 s"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["block", "die"])
-def test_a_process_that_is_blocked_or_dies_costs_its_calls_and_comes_back(text: str) -> None:
-    limit_seconds = SHORT_LIMIT_SECONDS if text == "block" else LIMIT_SECONDS
-    with environments_of("workers", limit_seconds=limit_seconds) as (environments, host):
-        bystander, culprit = rollout_of(0), rollout_of(1)
-        turn(environments, bystander, "one")
-        (process_id,) = host.process_ids()
-        answer = turn(environments, culprit, text)
-        assert ("was killed" if text == "block" else "exit code 3") in str(answer.error)
-        wait_for_end(process_id)
-        assert "turn 2 of p0" in shown(turn(environments, bystander, "two")), "replayed in a new process"
-
-
 def test_an_answer_that_is_too_large_is_an_error() -> None:
     with environments_of("workers") as (environments, _):
         answer = turn(environments, rollout_of(), "large")
@@ -331,25 +312,3 @@ def test_no_process_or_socket_is_left_after_close() -> None:
     host.close()
     wait_for_end(*processes)
     assert set(os.listdir("/proc/self/fd")) <= before
-
-
-def test_workers_end_when_this_process_is_killed(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, time; sys.path[:0] = sys.argv[1:]\n"
-        "from counting_task import CountingTask\n"
-        "from sortedrl.tasks.environment_workers import WorkerHosts\n"
-        "host = WorkerHosts(CountingTask(), workers=1, limit_seconds=30.0)\n"
-        "host.wait_until_ready(); print(host.process_ids()[0], flush=True); time.sleep(600)\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(Path(__file__).parents[1] / "support")], stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
-    wait_for_end(worker)

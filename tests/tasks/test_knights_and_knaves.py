@@ -1,7 +1,5 @@
 """Knights & Knaves: the solver, what the generator promises, and a reward that cannot be talked round."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from pathlib import Path
@@ -28,7 +26,6 @@ from sortedrl.tasks.knights_and_knaves import (
     warm_start_puzzle,
 )
 from sortedrl.tasks.knights_answers import reward_function
-from sortedrl.tasks.task import Problem
 
 ANSWER = {"Ann": True, "Bob": False, "Cid": True}
 RIGHT = "<think> because </think> <answer> (1) Ann is a knight\n(2) Bob is a knave\n(3) Cid is a knight </answer>"
@@ -287,39 +284,25 @@ def test_each_flaw_costs_answers_and_never_the_format(flaws: Flaws) -> None:
 # --- Logic-RL's files ------------------------------------------------------------------------------------
 
 
-def write_logic_rl_files(folder: Path, without: str = "") -> None:
-    """Small files of the same layout, for sizes 3 and 4."""
+def write_logic_rl_files(folder: Path, without: str = "") -> dict[str, str]:
+    """Small files of the same layout, for sizes 3 and 4. Returns the reference of each puzzle."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rng = random.Random(0)
+    references = {}
     for size, (split, count) in product((3, 4), (("train", 9), ("test", 1))):
         rows = []
-        for _ in range(count):
-            puzzle = random_puzzle(size, rng)
+        for puzzle in [random_puzzle(size, rng) for _ in range(count)]:
             names, solution = list(COMPACT_NAMES[:size]), list(solutions(puzzle)[0])
-            reference = "\n".join(
+            rows.append({"quiz": compact_text(puzzle), "names": names, "solution": solution})
+            said = zip(names, solution, strict=True)
+            references[compact_text(puzzle)] = "\n".join(
                 f"({place}) {name} is a {'knight' if knight else 'knave'}"
-                for place, (name, knight) in enumerate(zip(names, solution, strict=True), start=1)
-            )
-            rows.append(
-                {
-                    "quiz": compact_text(puzzle),
-                    "names": names,
-                    "solution": solution,
-                    "solution_text_format": reference,
-                }
+                for place, (name, knight) in enumerate(said, start=1)
             )
         table = pyarrow.Table.from_pylist(rows)
         parquet.write_table(table.drop_columns([without]) if without else table, folder / f"{size}ppl-{split}.parquet")
-
-
-def references(folder: Path) -> dict[str, str]:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    return {
-        row["quiz"]: row["solution_text_format"]
-        for file in folder.glob("*.parquet")
-        for row in parquet.read_table(file, columns=["quiz", "solution_text_format"]).to_pylist()
-    }
+    return references
 
 
 def flipped(reference: str) -> str:
@@ -328,21 +311,16 @@ def flipped(reference: str) -> str:
     return f"{head} {'knave' if kind == 'knight' else 'knight'}"
 
 
-def assert_references_score_three(task: KnightsAndKnaves, folder: Path) -> None:
-    reference_of = references(folder)
-    problems: list[Problem] = [*task.train(), *task.held_out()]
-    for problem in problems:
-        reference = reference_of[problem.question]
-        assert task.score(problem, f"<think> t </think> <answer> {reference} </answer>").value == 3.0
-        assert task.score(problem, f"<think> t </think> <answer> {flipped(reference)} </answer>").value == -0.5
-
-
 def test_problems_of_logic_rls_files(tmp_path: Path) -> None:
-    write_logic_rl_files(tmp_path)
+    references = write_logic_rl_files(tmp_path)
     task = KnightsAndKnaves(characters=(3, 4), count=20, data=tmp_path)
     assert (len(task.train()), len(task.held_out())) == (18, 2)
-    assert len({problem.id for problem in (*task.train(), *task.held_out())}) == 20
-    assert_references_score_three(task, tmp_path)
+    problems = [*task.train(), *task.held_out()]
+    assert len({problem.id for problem in problems}) == 20
+    for problem in problems:
+        reference = references[problem.question]
+        assert task.score(problem, f"<think> t </think> <answer> {reference} </answer>").value == 3.0
+        assert task.score(problem, f"<think> t </think> <answer> {flipped(reference)} </answer>").value == -0.5
 
 
 def test_files_that_are_missing_too_short_or_lack_a_column(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The Knights & Knaves dialogue: ambiguous until someone asks, decided when all have spoken."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -47,9 +45,7 @@ def test_a_prompt_is_ambiguous_and_all_statements_together_are_not(task: Knights
         candidates = solutions(puzzle.prompt)
         assert 2 <= len(candidates) <= 4
         assert solutions(puzzle.puzzle) == [puzzle.answer] and puzzle.answer in candidates
-        assert [f"{COMPACT_NAMES[one]} is silent." in puzzle.text for one in puzzle.silent] == [True] * len(
-            puzzle.silent
-        )
+        assert all(f"{COMPACT_NAMES[one]} is silent." in puzzle.text for one in puzzle.silent)
 
 
 def test_given_the_prompt_each_candidate_is_equally_likely() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -144,15 +142,10 @@ def test_hostile_answers_get_no_more_than_they_deserve(task: Math, reference: st
     assert reward.correct == is_right and not reward.parts["timed_out"]
 
 
-class NoParser:
-    def __call__(self, reference: str, answer: str) -> bool:
-        raise AssertionError(f"the parser was given {answer[:80]}")
-
-
 @pytest.mark.parametrize("reference", ["5", r"\sqrt{2}x", "(x,2)", r"\frac{100!}{2^{50}}"])
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_are_wrong_without_the_parser(task: Math, bomb: str, reference: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(task, "_verify", NoParser())
+    monkeypatch.setattr(task, "_verify", None)
     with paused_gc():  # it takes 0.1 s once the process has many objects
         before = time.thread_time()
         assert not judged(task, reference, BOMBS[bomb]).correct

@@ -4,8 +4,6 @@ On some responses: the run goes to its end, and each fault is counted with its r
 with the reason within one update's worth.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

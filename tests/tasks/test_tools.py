@@ -1,7 +1,5 @@
 """Functions as tools: schemas in the prompt, calls in responses, errors as observations."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -14,14 +12,13 @@ from hypothesis import strategies as st
 
 from chat_tokenizer import chat_tokenizer
 from sortedrl.models import BUILT_IN_MODEL
-from sortedrl.tasks.calculator import calculator
 from sortedrl.tasks.encode import environment_prompt
 from sortedrl.tasks.environment import Response
 from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
 from sortedrl.tasks.math import Math
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.task import Problem, Task
-from sortedrl.tasks.tools import ToolEnvironment, WithTools, tool_calls
+from sortedrl.tasks.tools import ToolEnvironment, WithTools, calculator, tool_calls
 
 
 class Sums:

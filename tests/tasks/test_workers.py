@@ -1,7 +1,5 @@
 """Worker processes: what a function does in one never reaches this process, and none is left behind."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

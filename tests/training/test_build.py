@@ -1,8 +1,6 @@
 """What a run makes of its settings and its model, and when it stops: models that could not be saved, copies, learning
 rates that do not fit the model, optimizer steps that are skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

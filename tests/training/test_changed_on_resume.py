@@ -1,7 +1,5 @@
 """Settings that a resumed run may change: those with which it can continue where it could not before."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sortedrl.cli import main
 from sortedrl.cli.parse import parsed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.embedded.decoder import SlotDecoder
@@ -99,69 +96,60 @@ def test_a_resumed_run_draws_the_random_numbers_that_come_next(small: dict[str, 
 
 
 def test_a_run_whose_engine_is_out_of_memory_is_not_blamed_on_the_learner(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     monkeypatch.setattr(SlotDecoder, "step", run_out_of_memory)
-    words = ["--model", str(model), *flags(SMALL)]
-    assert main(["eval", *words]) == 2
-    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
-    for error in (lines := capsys.readouterr().err.splitlines()):
+    words = ["--model", model, *flags(SMALL)]
+    for error in (lines := [refused("eval", *words), refused("train", *words, "--out", tmp_path / "run")]):
         assert error.startswith("sortedrl: the embedded engine ran out of memory (CUDA out of memory. Tried to ")
-    assert len(lines) == 2 and lines[1].endswith(f"sortedrl train --resume {tmp_path / 'run'}")
+    assert lines[1].endswith(f"sortedrl train --resume {tmp_path / 'run'}\n")
 
 
 @pytest.mark.parametrize("mode", ["partial+elevator", "baseline"])
-def test_a_run_may_be_resumed_with_other_slots(
-    mode: str, small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_may_be_resumed_with_other_slots(mode: str, small: dict[str, Any], tmp_path: Path, told: Any) -> None:
     """As on a machine with less memory, or more: metrics count each part of the run with its own slots."""
     run = tmp_path / "run"
-    assert main(["train", *flags(small | {"mode": mode, "updates": 2, "out": run})]) == 0
-    assert main(["train", "--resume", str(run), "--updates", "4", "--slots", "3"]) == 0
-    assert "changed settings: slots: 8 -> 3, updates: 2 -> 4\n" in capsys.readouterr().out
+    told("train", *flags(small | {"mode": mode, "updates": 2, "out": run}))
+    resumed = told("train", "--resume", run, "--updates", "4", "--slots", "3")
+    assert "changed settings: slots: 8 -> 3, updates: 2 -> 4\n" in resumed.out
     assert json.loads((run / "config.json").read_text())["slots"] == 3
-    assert main(["train", "--resume", str(run), "--updates", "6", "--slots", "5"]) == 0
+    told("train", "--resume", run, "--updates", "6", "--slots", "5")
     log = list(read_events(run / "events.jsonl"))
     assert slot_counts(log) == (8, 3, 5)
     shown = json.loads((run / "summary.json").read_text())["metrics"]
     assert (shown["slots"], shown["updates"]) == (5, 6)
     assert Metrics().fold(log).run_metrics().bubble == pytest.approx(shown["bubble"])
     assert 0 <= shown["bubble"] <= shown["idle"] <= 1
-    capsys.readouterr()
-    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    told("report", run, "--out", tmp_path / "report.html")
     assert "8, then 3, then 5 slots" in (tmp_path / "report.html").read_text()
 
 
-def test_the_report_has_what_each_resume_changed(
-    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_has_what_each_resume_changed(small: dict[str, Any], tmp_path: Path, told: Any) -> None:
     """Compared with the checkpoint that it went back to: changes after that one do not count, like all else then."""
     run, page = tmp_path / "run", tmp_path / "report.html"
 
     def changes() -> list[tuple[Any, ...]]:
-        capsys.readouterr()
-        assert main(["report", str(run), "--out", str(page), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["runs"][0]["changes_on_resume"]
+        found = json.loads(told("report", run, "--out", page, "--json").out)["runs"][0]["changes_on_resume"]
         return [(one["updates"], one["setting"], one["old"], one["new"]) for one in found]
 
-    assert main(["train", *flags(small | {"updates": 2, "out": run})]) == 0
+    told("train", *flags(small | {"updates": 2, "out": run}))
     assert changes() == []
     assert "changed on resume" not in page.read_text()
-    assert main(["train", "--resume", str(run), "--updates", "3", "--slots", "3", "--dtype", "float32"]) == 0
+    told("train", "--resume", run, "--updates", "3", "--slots", "3", "--dtype", "float32")
     first = [(2, "slots", 8, 3), (2, "dtype", "auto", "float32"), (2, "updates", 2, 3)]
     assert sorted(changes()) == sorted(first)
-    assert main(["train", "--resume", str(run), "--updates", "4"]) == 0
+    told("train", "--resume", run, "--updates", "4")
     assert sorted(changes()) == sorted([*first, (3, "updates", 3, 4)])
     text = page.read_text()
     assert "changed on resume" in text
     assert re.search(r'<th scope="row"[^>]*>dtype</th>\s*<td[^>]*>2</td>\s*<td[^>]*>auto</td>', text)
     shutil.rmtree(run / "checkpoints" / "update-000004")
-    assert main(["train", "--resume", str(run), "--dtype", "auto", "--slots", "8"]) == 0
+    told("train", "--resume", run, "--dtype", "auto", "--slots", "8")
     again = [(3, "slots", 3, 8), (3, "dtype", "float32", "auto"), (3, "updates", 3, 4)]
     assert sorted(changes()) == sorted([*first, *again])
 
 
-def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, told: Any, refused: Any) -> None:
     """URLs and options of the engine before do not count. What decides what is learned stays, and a dry run says so."""
     before: dict[str, Any] = {"engine": "vllm-server", "engine_urls": ("http://a:8000",), "mode": "partial"}
     before |= {"engine_options": {"reuse_kv_cache": "True"}, "stream": True, "rollouts_per_prompt": 4}
@@ -171,10 +159,7 @@ def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest
     words = ["train", "--resume", str(run), "--dry-run", "--json"]
 
     def resumed(*flags: str) -> dict[str, Any]:
-        capsys.readouterr()
-        assert main([*words, *flags]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)["settings"]
-        return found
+        return json.loads(told(*words, *flags).out)["settings"]
 
     again = resumed("--engine", "embedded", "--no-stream", "--dtype", "bfloat16", "--slots", "8")
     assert (again["engine"], again["engine_urls"], again["engine_options"]) == ("embedded", [], {})
@@ -184,21 +169,17 @@ def test_a_run_may_be_resumed_with_another_engine(tmp_path: Path, capsys: pytest
         (["--seed", "3"], "seed = 3 (set by flag --seed): the run in"),
         (["--learning-rate", "1", "--mode", "april"], "(learning_rate: 0.0003 -> 1.0, mode: 'partial' -> 'april')"),
     ):
-        assert main([*words, *changed]) == 2
-        assert expected in capsys.readouterr().err
+        assert expected in refused(*words, *changed)
 
 
-def test_a_checkpoint_in_place_of_its_run_is_refused_with_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_in_place_of_its_run_is_refused_with_the_run(tmp_path: Path, refused: Any) -> None:
     run = tmp_path / "run"
     place = run / "checkpoints" / "update-000002"
     place.mkdir(parents=True)
     (run / "config.json").write_text(json.dumps(as_json(TrainSettings())))
     for inside in (place, place.parent, run / "model"):
-        assert main(["train", "--resume", str(inside)]) == 2
-        told = capsys.readouterr().err
-        assert f"Name its run, {run}: it continues from its newest checkpoint" in told
+        error = refused("train", "--resume", inside)
+        assert f"Name its run, {run}: it continues from its newest checkpoint" in error
 
 
 def test_a_run_may_be_resumed_with_its_dtype_named_and_no_other(small: dict[str, Any], tmp_path: Path) -> None:
@@ -213,13 +194,13 @@ def test_a_run_may_be_resumed_with_its_dtype_named_and_no_other(small: dict[str,
 
 
 def test_a_resumed_run_refuses_another_folder_and_may_be_moved(
-    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any, refused: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train(TrainSettings(**small, out=Path("run")), print)
-    assert main(["train", "--resume", "run", "--updates", "2", "--out", "elsewhere"]) == 2
-    assert "out = 'elsewhere' (set by flag --out): a resumed run continues in its own folder" in capsys.readouterr().err
+    error = refused("train", "--resume", "run", "--updates", "2", "--out", "elsewhere")
+    assert "out = 'elsewhere' (set by flag --out): a resumed run continues in its own folder" in error
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert main(["train", "--resume", "moved", "--updates", "2"]) == 0
-    assert main(["train", "--resume", "moved", "--updates", "3", "--out", str(tmp_path / "moved")]) == 0
+    told("train", "--resume", "moved", "--updates", "2")
+    told("train", "--resume", "moved", "--updates", "3", "--out", tmp_path / "moved")
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]

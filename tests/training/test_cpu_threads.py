@@ -1,7 +1,5 @@
 """How many threads PyTorch gets, and that those that wait sleep."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -42,8 +40,8 @@ class AtFirstPartOfTorch:
             os._exit(0)
 
 sys.meta_path.insert(0, AtFirstPartOfTorch())
-from sortedrl.cli import train_extra
-train_extra.module("trainer")
+from sortedrl.cli.output import training_module
+training_module("trainer")
 """
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "KMP_"))}
     words = [sys.executable, "-c", code]

@@ -1,7 +1,5 @@
 """Held-out scores are those of the update on whose line they stand, also where the engine has weights of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Real processes that are killed: at random and inside checkpoint replacement, and while the learner works during a
 harvest. The whole campaign: benchmarks/kill_campaign.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

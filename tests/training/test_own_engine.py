@@ -1,11 +1,10 @@
 """`--engine your.module:factory`: a real run with an engine that is not part of the package."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,23 +138,18 @@ def factory(spec): return Mine()
         ("factory = 3", "it is not a function"),
         (NO_METHODS, "the factory raised TypeError: Can't instantiate abstract class Mine with"),
         ("def factorie(spec): return None", "did you mean 'factorie'?"),
-        (
-            "import json\ndef factory(spec): json.loads('no\\nJSON')",
-            "the factory raised JSONDecodeError: Expecting value",
-        ),
+        ("import json\ndef factory(spec): json.loads('no\\nJSON')", "the factory raised JSONDecodeError: Expecting"),
         ("def factory(): return None", "factory() takes 0 positional arguments but 1 was given"),
         ("def factory(spec: return None", "cannot be imported: SyntaxError: "),
         ("\n1 / 0", "cannot be imported: ZeroDivisionError: division by zero ("),
     ],
 )
 def test_a_wrong_factory_is_one_line(
-    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     own_module("wrong_engine", source, tmp_path, monkeypatch)
-    assert main(["profile", "--engine", "wrong_engine:factory", "--out", str(tmp_path / "profile.json")]) == 2
-    error = capsys.readouterr().err
+    error = refused("profile", "--engine", "wrong_engine:factory", "--out", tmp_path / "profile.json")
     assert expected in error and "set by flag --engine" in error
-    assert len(error.splitlines()) == 1
     assert "JSON" not in expected or "wrong_engine.py:2)" in error, "the line of the factory, not that of the library"
 
 
@@ -226,23 +220,15 @@ def engine(spec):
 @pytest.mark.parametrize("flags", [["--stream"], ["--overlap", "--max-staleness", "4"]])
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_the_learner_works_beside_an_engine_that_has_its_own_device(
-    flags: list[str],
-    is_declared: bool,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    flags: list[str], is_declared: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     """Only its author knows it: it may be the client of a server, or decode with the learner's own module."""
     source = APART.format(declared="has_own_device = True" if is_declared else "pass")
     own_module("engine_apart", source, tmp_path, monkeypatch)
     words = ["--model", str(model), "--engine", "engine_apart:engine", *TRAIN, *flags]
-    status = main(["train", *words, "--out", str(tmp_path / "run")])
-    error = capsys.readouterr().err
-    if is_declared:
-        assert status == 0, error
-    else:
-        assert status == 2 and not (tmp_path / "run").exists()
+    error = told("train", *words, "--out", tmp_path / "run", code=0 if is_declared else 2).err
+    if not is_declared:
+        assert not (tmp_path / "run").exists()
         assert f"{flags[0][2:]} = True" in error and "its class Apart does not set has_own_device" in error
 
 

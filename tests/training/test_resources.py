@@ -1,7 +1,5 @@
 """What a run reads: limits that no prompt or task can meet are errors before the run starts."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -14,7 +12,6 @@ import pytest
 pytest.importorskip("torch")
 
 import toy
-from sortedrl.cli import main
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.tasks.task import Problem
 from sortedrl.training.resources import read_resources
@@ -35,20 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(toy.make_model(tmp_path_factory.mktemp("model") / "toy"))
 
 
-def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1, error
-    return error
-
-
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_context_below_every_prompt_is_refused_at_once(
-    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     """Before, a run rejected every rollout of every epoch, for half a minute."""
     monkeypatch.chdir(tmp_path)
-    error = refusal([command, "--model", model, "--task", "toy:SayA", "--max-context-tokens", "2"], capsys)
+    error = refused(command, "--model", model, "--task", "toy:SayA", "--max-context-tokens", "2")
     assert "max_context_tokens = 2 (set by flag --max-context-tokens): no prompt leaves room" in error
     assert "the shortest has 2 tokens" in error
     assert list(tmp_path.iterdir()) == []
@@ -103,11 +93,10 @@ def test_an_evaluation_does_not_need_training_prompts(limit: str, task: str, mod
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_limit_of_turns_is_refused_if_responses_have_one(
-    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [command, "--model", model, "--max-turns", "3", "--task"]
-    error = refusal([*words, "toy:SayA"], capsys)
+    error = refused(command, "--model", model, "--max-turns", "3", "--task", "toy:SayA")
     assert "max_turns = 3 (set by flag --max-turns): task toy:SayA has neither an environment nor tools" in error
     assert list(tmp_path.iterdir()) == []
 
@@ -197,20 +186,14 @@ def engine(spec): sys.exit(0)
     ],
 )
 def test_code_that_calls_sys_exit_is_an_error_with_its_place(
-    words: str,
-    where: str,
-    model: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, where: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "quits.py").write_text(QUITS)
     (tmp_path / "no_guard.py").write_text("import sys\nsys.exit(0)\n")
     sys.modules.pop("quits", None)
-    error = refusal(["train", "--model", model, *words.split(), "--updates", "1"], capsys)
-    assert re.search(where, error), error
+    assert re.search(where, refused("train", "--model", model, *words.split(), "--updates", "1"))
 
 
 class HangsInReset(Growing):

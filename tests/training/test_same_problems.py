@@ -1,7 +1,5 @@
 """Digests of problems: equal in every process for equal problems, different for different ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from sortedrl.core.rollout import Prompt
 from sortedrl.learner.checkpoint import Checkpoint
-from sortedrl.tasks.problem_digests import DIGITS
+from sortedrl.tasks.datasets import DIGITS
 from sortedrl.tasks.task import Problem
 from sortedrl.training.resources import problem_digests, why_other_problems
 

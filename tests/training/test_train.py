@@ -1,7 +1,5 @@
 """A whole training run on a toy model: what it leaves behind, resume, interrupts, kills, and wrong input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

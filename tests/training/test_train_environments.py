@@ -1,7 +1,5 @@
 """`sortedrl train` and `sortedrl eval` with environments: several turns, in this process and in workers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """`sortedrl train` and `sortedrl eval` with rewards of a user's own that fail."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,8 +1,6 @@
-"""A real SGLang server over HTTP, on a CPU: the contracts of engines and of servers.
+"""A real SGLang server over HTTP: the contracts of engines and of servers.
 
-SGLang's scheduler, cache, sampler, HTTP interface and weight updates are its own; its compiled kernels are not there
-(without_kernels), so that its PyTorch code computes.
-"""
+On a CPU its compiled kernels are not there (without_kernels), so that its PyTorch code computes."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.testing.engine_contract import Ledger
-from tiny_llama import tiny_model
+from tiny_llama import ON_GPU, tiny_model
 from weight_handles import GPU, fabricated
 
 WITHOUT_KERNELS = Path(__file__).parent / "without_kernels"
@@ -30,12 +28,18 @@ WITHOUT_KERNELS = Path(__file__).parent / "without_kernels"
 
 def command(model: Path, *flags: str) -> list[str]:
     parts = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--skip-tokenizer-init"]
-    parts += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", "float32", "--device", "cpu"]
-    parts += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--skip-server-warmup"]
+    parts += ["--host", "127.0.0.1", "--port", "{port}", "--disable-cuda-graph", "--skip-server-warmup"]
+    if ON_GPU:  # its kernels have no float32
+        parts += ["--dtype", "bfloat16", "--attention-backend", "fa3", "--sampling-backend", "pytorch"]
+        parts += ["--mem-fraction-static", "0.1"]
+    else:
+        parts += ["--dtype", "float32", "--attention-backend", "torch_native", "--device", "cpu"]
     return [*parts, "--max-running-requests", str(SLOTS), "--max-total-tokens", "8192", *flags]
 
 
 def serve(model: Path, log: Path, *flags: str) -> AbstractContextManager[ServerProcess]:
+    if ON_GPU:
+        return serving(command(model, *flags), log)
     path = os.pathsep.join(filter(None, [str(WITHOUT_KERNELS), os.environ.get("PYTHONPATH", "")]))
     return serving(command(model, *flags), log, SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", PYTHONPATH=path)
 
@@ -74,6 +78,7 @@ class TestContractWhereAllTokensAreRepeated(ServerContract):
 
 class TestServer(ServerTests):
     engine_type = SglangEngine
+    tolerance = 0.1 if ON_GPU else 1e-3
 
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
         ledger = Ledger(self.engine_at(server))

@@ -1,7 +1,5 @@
 """Real verifiers (`make test-verifiers`). Elsewhere nothing here is collected."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

@@ -1,8 +1,6 @@
 """A harness that sends the conversation from the environment server itself. verifiers' own `null` harness starts a
 program per turn, which takes a second or more."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

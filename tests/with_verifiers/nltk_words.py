@@ -6,8 +6,6 @@ NLTK's own list comes from a server, not from PyPI. Without the package installe
 needs no root.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

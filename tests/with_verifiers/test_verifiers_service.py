@@ -1,7 +1,5 @@
 """Episodes of verifiers, played by a scripted policy: real environment servers, the real model client."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Iterator

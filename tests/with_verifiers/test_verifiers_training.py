@@ -1,7 +1,5 @@
 """`sortedrl train` on environments of verifiers: a taskset of the tests, and TextArena's Hangman as it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

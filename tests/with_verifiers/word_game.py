@@ -3,8 +3,6 @@
 The reward is the fraction of turns that hold an `a`. `fault` is what goes wrong, in its second turn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -4,8 +4,6 @@ verl imports this module because ask_tool.yaml names it (`multi_turn.tool_config
 (`multi_turn.format=ask`). A row's statements are in its `tools_kwargs`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Real verl, Ray and TransferQueue on a CPU (`make test-verl`). What is added to verl is in cpu_backend.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

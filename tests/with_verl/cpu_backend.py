@@ -9,8 +9,6 @@ Nothing of verl is replaced by a mock. Added are
 Loaded in every process by VERL_USE_EXTERNAL_MODULES=cpu_backend, chosen by VERL_PLATFORM=cpu and rollout.name=embedded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import types
@@ -23,10 +21,9 @@ from zlib import crc32
 
 import torch
 import torch.distributed
+import wrapt
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
-
-from sortedrl.integrations.verl.plugin import after_import
 
 ROLLOUT = "embedded"
 LOSES_WEIGHTS = "CPU_BACKEND_LOSES_WEIGHTS"  # if set, the server gets only the version of new weights
@@ -80,18 +77,12 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None: ...
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
-
-    def set_allocator_settings(self, settings: str) -> None: ...
-
-    def empty_cache(self) -> None: ...
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -106,10 +97,6 @@ class PlatformCPU(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None: ...
-
-    def profiler_stop(self) -> None: ...
-
     def ray_resource_name(self) -> str:
         return "GPU"  # verl asks Ray for nothing else; Ray is started with a GPU that is only a number
 
@@ -121,9 +108,6 @@ class PlatformCPU(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> Any:
-        return None
 
 
 def _use_gloo_alone() -> None:
@@ -271,16 +255,12 @@ class EmbeddedServer:
     async def release_kv_cache(self) -> None:
         assert not self._answers, "the KV cache is released with requests inside"
 
-    async def resume_kv_cache(self) -> None: ...
-
-    async def wake_up(self, *args: Any) -> None: ...
-
     async def sleep(self) -> None:
         assert not self._answers, "asleep with requests inside"
 
-    async def start_profile(self, **kwargs: Any) -> None: ...
+    async def _done(self, *args: Any, **kwargs: Any) -> None: ...
 
-    async def stop_profile(self) -> None: ...
+    resume_kv_cache = wake_up = start_profile = stop_profile = _done
 
 
 def _replica_class() -> Any:
@@ -361,6 +341,6 @@ def _add_engine(module: types.ModuleType) -> None:
     )
 
 
-after_import("verl.workers.rollout.base", _add_rollout)
-after_import("verl.workers.rollout.replica", _add_replica)
-after_import("verl.workers.engine.fsdp.transformer_impl", _add_engine)
+wrapt.register_post_import_hook(_add_rollout, "verl.workers.rollout.base")
+wrapt.register_post_import_hook(_add_replica, "verl.workers.rollout.replica")
+wrapt.register_post_import_hook(_add_engine, "verl.workers.engine.fsdp.transformer_impl")

@@ -1,7 +1,5 @@
 """The built-in dialogue task and its model, as verl reads them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """verl's custom reward function for the dialogue: the last turn counts."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Agent loops of a user, with turns of the policy and tokens of their own in between. Named in loops.yaml, as verl
 wants it."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from uuid import uuid4

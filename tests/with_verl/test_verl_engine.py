@@ -2,8 +2,6 @@
 balancer and replica control. The rollout server is cpu_backend's; nothing is trained here, so there is no worker group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Dynamic sampling by a metric of the reward function, with verl's real workers, TransferQueue and Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import TooManyRejected
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
-from sortedrl.integrations.verl.group_metric import keeps_unequal
+from sortedrl.integrations.verl.settings import keeps_unequal
 
 PROMPTS, GROUP_SIZE = 16, 2
 FILTER = "algorithm.filter_groups"

@@ -3,8 +3,6 @@
 Each job is a process of its own, as a user starts it. They take minutes, most of it imports in Ray's processes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -15,6 +13,7 @@ from typing import Any
 
 import pandas
 import pytest
+import verl_config
 from cpu_backend import LOSES_WEIGHTS
 from dialogue import HERE, TOOL_AGENT
 from verl_config import JOB, MODEL
@@ -31,6 +30,7 @@ TOOLS = [
     "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
     f"reward.custom_reward_function.path={HERE / 'dialogue_reward.py'}",
 ]
+SEPARATE = [*verl_config.SEPARATE, "ray_kwargs.ray_init.num_gpus=3"]
 TWO_MINI_BATCHES = f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}"
 
 
@@ -179,19 +179,24 @@ def test_an_update_with_a_filter_is_that_of_the_kept_groups_without_it(data: Pat
     assert ours["sortedrl/reward_mean"] != pytest.approx(ours["critic/score/mean"])
 
 
-def test_weights_that_do_not_arrive_end_the_job(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "steps"), [([], 3), (["--override", *SEPARATE], 8)], ids=["shared", "own GPUs"])
+def test_weights_that_do_not_arrive_end_the_job(
+    layout: list[str], steps: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same job ends well if they do."""
-    fast = ["--learning-rate", "0.01"]
-    run("partial", data, tmp_path / "right", *fast, steps=3)
+    fast = ["--learning-rate", "0.01", *layout]
+    run("partial", data, tmp_path / "right", *fast, steps=3 + bool(layout))
     lines = [json.loads(line)["data"] for line in (tmp_path / "right" / "metrics.jsonl").read_text().splitlines()]
-    assert max(line["sortedrl/logprob_difference"] for line in lines if "sortedrl/logprob_difference" in line) < 1e-4
+    differences = [line["sortedrl/logprob_difference"] for line in lines if "sortedrl/logprob_difference" in line]
+    assert len(differences) > bool(layout) and max(differences) < 1e-4
+    assert lines[-1].get("weights/sent") == (1.0 if layout else None), "verl's checkpoint engine logs metrics"
     monkeypatch.setenv(LOSES_WEIGHTS, "1")
-    done = job("partial", data, tmp_path / "wrong", *fast, steps=3)
+    done = job("partial", data, tmp_path / "wrong", *fast, steps=steps)
     assert done.returncode != 0
     output = (done.stdout + done.stderr)[-6000:]
     assert "the servers do not sample from the weights that are trained" in output, output
     updates = [e for e in read_events(tmp_path / "wrong" / "events.jsonl") if isinstance(e, events.Updated)]
-    assert len(updates) in (2, 3), "the first update is of the first weights, which the servers read themselves"
+    assert layout or len(updates) in (2, 3), "the first update is of the first weights, which the servers read"
 
 
 def check_turns(log: list[events.Event]) -> None:

@@ -1,13 +1,11 @@
 """Agent loops of several turns under the scheduler: verl's real ToolAgentLoop, tools, workers, client, TransferQueue
 and replica control with real Ray. The rollout server is cpu_backend's; nothing is trained here."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 import ray
@@ -70,7 +68,7 @@ class Run:
         self.batches: list[Batch] = []
         self.keys: dict[int, tuple[str, ...]] = {}
 
-    def updates(self, most: int = 99) -> Run:
+    def updates(self, most: int = 99) -> Self:
         for batch in self.controller:
             for rollout in batch:
                 self.keys[rollout.id] = self.engine.keys_of(rollout)

@@ -1,7 +1,5 @@
 """The plug-in is found by verl, is quick where it is not needed, and refuses a verl that does not fit."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

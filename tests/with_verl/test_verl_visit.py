@@ -1,7 +1,5 @@
 """What an agent loop may send and return, the gate in front of the servers, and reasons: no Ray cluster, no verl."""
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from types import SimpleNamespace

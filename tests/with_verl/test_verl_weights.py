@@ -1,7 +1,5 @@
 """The check that the servers have the learner's weights, without Ray. A whole job is in test_verl_job.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

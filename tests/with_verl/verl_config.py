@@ -1,7 +1,5 @@
 """verl's own configuration, composed as its main program composes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,6 @@ SEPARATE = [  # servers with GPUs of their own
     "actor_rollout_ref.hybrid_engine=False",
     f"{ROLLOUT}.nnodes=1",
     f"{ROLLOUT}.n_gpus_per_node=2",
-    f"{ROLLOUT}.checkpoint_engine.backend=gloo",
-    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=gloo_engine",
+    f"{ROLLOUT}.checkpoint_engine.backend=file",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=file_engine",
 ]

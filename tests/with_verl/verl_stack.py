@@ -1,12 +1,9 @@
 """What verl's trainer has when it begins to fit, without a trainer: real servers' control, workers and queue."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import ray
 import transfer_queue
 from verl.checkpoint_engine import CheckpointEngineManager
@@ -17,10 +14,11 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl_config import compose
 
 from sortedrl.core.engine import Request
-from sortedrl.integrations.verl.agent import TICKET, SortedAgentLoopManager
+from sortedrl.integrations.verl.agent import SortedAgentLoopManager
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
+from sortedrl.integrations.verl.prompts import rows_with_tickets
 from sortedrl.integrations.verl.visit import Ticket
 
 Row = dict[str, Any]  # fields of the dataset: agent_name, raw_prompt, ...
@@ -29,7 +27,7 @@ Row = dict[str, Any]  # fields of the dataset: agent_name, raw_prompt, ...
 class DrivenEngine(VerlEngine):
     """Brings the version to the servers itself, as the trainer's weight sync does."""
 
-    stack: Stack
+    stack: "Stack"
 
     def update_weights(self, weights: Any, version: int) -> None:
         ray.get(self.stack.server.update_weights.remote({}, version))
@@ -87,17 +85,8 @@ class Stack:
 
     def send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
         self.sent += [request.id for request, _ in requests]
-        rows = [self.row(request) for request, _ in requests]
-        tickets = numpy.empty(len(requests), dtype=object)
-        tickets[:] = [ticket for _, ticket in requests]
-        batch = tensordict_utils.get_tensordict(
-            {
-                **{name: [row[name] for row in rows] for name in rows[0]},
-                "index": [request.id for request, _ in requests],
-                "uid": [str(request.id) for request, _ in requests],
-                TICKET: tickets,
-            }
-        )
+        rows = [{"index": request.id, **self.row(request)} for request, _ in requests]
+        batch = rows_with_tickets(rows, requests, group_size=1)
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
         self.manager.generate_sequences(batch)
 

@@ -1,7 +1,5 @@
 """`sortedrl compare`: train several settings with the same seeds, and compare them pair by pair."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -13,8 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from sortedrl import __version__
-from sortedrl.cli import train_extra
-from sortedrl.cli.output import around_code_of_others, line_log, table_console
+from sortedrl.cli.output import around_code_of_others, line_log, require_train_extra, table_console
 from sortedrl.cli.parse import validated
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.wording import counted
@@ -36,15 +33,14 @@ class CompareSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("study",)
 
-    study: Annotated[Path | None, Field(description="TOML file of the study")] = None
-    jobs: Annotated[
-        int, Field(ge=1, le=1024, description="runs at once; each is pinned to its share of the CPU cores")
-    ] = 1
-    out: Annotated[Path | None, Field(description="folder of the study; default: runs/NAME of the study file")] = None
-    from_results: Annotated[
-        Path | None,
-        Field(description="make the page and the tables from this results.jsonl or study folder, without training"),
-    ] = None
+    study: Path | None = None
+    """TOML file of the study"""
+    jobs: Annotated[int, Field(ge=1, le=1024)] = 1
+    """runs at once; each is pinned to its share of the CPU cores"""
+    out: Path | None = None
+    """folder of the study; default: runs/NAME of the study file"""
+    from_results: Path | None = None
+    """make the page and the tables from this results.jsonl or study folder, without training"""
 
     def check(self) -> None:
         if self.study is None and self.from_results is None:
@@ -70,7 +66,7 @@ def run(settings: CompareSettings) -> int:
         validate_runs(study, _validate)
     refuse_other_folder(folder)
     if not settings.dry_run:
-        train_extra.require()
+        require_train_extra()
     with around_code_of_others(settings), _set_by(settings.study):
         check_runs(study, folder, partial(_check_what_must_exist, asks_engine=not settings.dry_run))
     if settings.dry_run:

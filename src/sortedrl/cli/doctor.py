@@ -4,8 +4,6 @@ Versions and extras come from package metadata and GPUs from the driver's tool, 
 also trains the built-in model for two updates, which imports PyTorch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -14,14 +12,11 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from sortedrl.cli import train_extra
-from sortedrl.cli.output import around_code_of_others, print_settings, table_console
+from sortedrl.cli.output import around_code_of_others, print_settings, require_train_extra, table_console
 from sortedrl.models import BUILT_IN_MODEL
-from sortedrl.settings.base import Settings, as_json
+from sortedrl.settings.base import Settings
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.studies import tables
 from sortedrl.studies.measurements import gpus, version_of
@@ -35,7 +30,8 @@ Row = dict[str, Any]  # of the JSON
 class DoctorSettings(Settings):
     """Show what is installed and what is missing, and test whether it works here."""
 
-    full: Annotated[bool, Field(description="also train for two updates: about 10 s on a quiet machine")] = False
+    full: bool = False
+    """also train for two updates: about 10 s on a quiet machine"""
 
 
 SETTINGS = DoctorSettings
@@ -44,7 +40,7 @@ SETTINGS = DoctorSettings
 def run(settings: DoctorSettings) -> int:
     """Exit code 1 if the self-test failed."""
     if settings.dry_run:
-        return print_settings(as_json(settings), {}, as_object=settings.json_output)
+        return print_settings(settings, {})
     found = installation()
     if settings.full:
         with around_code_of_others(settings):
@@ -81,7 +77,7 @@ def is_missing(one: Row) -> bool:
 def self_test() -> Row:
     """Two on-policy updates: the second one shows that the engine continued under the new weights."""
     try:
-        train_extra.require()
+        require_train_extra()
         from sortedrl.training.settings import TrainSettings
         from sortedrl.training.trainer import train
 

@@ -1,12 +1,8 @@
 """`sortedrl eval`: score a model on held-out problems."""
 
-from __future__ import annotations
-
 import json
 
-from sortedrl.cli import train_extra
-from sortedrl.cli.output import ProgressBar, around_code_of_others, line_log, print_settings
-from sortedrl.settings.base import as_json
+from sortedrl.cli.output import ProgressBar, around_code_of_others, line_log, print_settings, training_module
 from sortedrl.training.settings import EvalSettings, check_what_must_exist
 
 SETTINGS = EvalSettings
@@ -17,9 +13,9 @@ def run(settings: EvalSettings) -> int:
         check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
-        return print_settings(as_json(settings), derived, as_object=settings.json_output)
+        return print_settings(settings, derived)
     with around_code_of_others(settings):
-        evaluate = train_extra.module("evaluate")
+        evaluate = training_module("evaluate")
         with ProgressBar("evaluating", quiet=settings.json_output) as progress:
             result = evaluate.evaluate_model(settings, line_log(settings), progress)
     if settings.json_output:

@@ -1,7 +1,5 @@
 """The help of a command: its flags, grouped by the model that has them, each with its type, meaning and default."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import textwrap
@@ -69,11 +67,16 @@ def type_text(annotation: Any) -> str:
     return _TYPE_NAMES[annotation]
 
 
+def meaning_of(field: FieldInfo) -> str:
+    """Its description in one line."""
+    return " ".join((field.description or "").split())
+
+
 def _entry(key: str, kind: type[Settings], width: int) -> list[str]:
     field = kind.model_fields[key]
     flag = f"--{flag_of(key)} {type_text(field.annotation)}".rstrip()
     head = f"  {key.upper() if key in kind.positional else flag}"
-    meaning = f"{field.description or ''}{_default_text(field)}"
+    meaning = f"{meaning_of(field)}{_default_text(field)}"
     text = textwrap.wrap(meaning, max(width - COLUMN, 30), break_on_hyphens=False)
     indented = [" " * COLUMN + line for line in text]
     if text and len(head) < COLUMN - 1:

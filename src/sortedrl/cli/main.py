@@ -4,17 +4,18 @@ A command NAME is the module `cli/NAME.py`, with its settings as `SETTINGS` and 
 code: 0 success, 2 wrong input (one line, nothing written) or a run that had to stop (one line), 130 interrupted.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import importlib
+import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
 
 from sortedrl import __version__
-from sortedrl.cli.streams import discard, replace_what_cannot_be_encoded
 from sortedrl.core.errors import UserError
 from sortedrl.core.wording import printable
 
@@ -100,3 +101,21 @@ def _usage() -> str:
 def _refuse(message: str) -> int:
     print(f"sortedrl: {printable(message)}", file=sys.stderr)
     return 2
+
+
+# Output that cannot be written: a character is not in the encoding, the reader is gone, the disk is full
+
+
+def replace_what_cannot_be_encoded(*streams: TextIO) -> None:
+    """A terminal that is not UTF-8, or a file name that is not, costs some characters and not the command."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def discard(*streams: TextIO) -> None:
+    """Let the rest of the output go nowhere. Else Python tries to write it when it exits, and fails."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, stream.fileno())

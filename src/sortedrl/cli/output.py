@@ -1,34 +1,63 @@
-"""What the commands print: dry runs, progress, and the consoles that follow a run."""
+"""What several commands do: print dry runs, show progress, follow a run, and import what needs PyTorch."""
 
-from __future__ import annotations
-
+import importlib
+import importlib.util
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from sortedrl.cli.streams import stdout_goes_to_stderr
+from sortedrl import __version__
+from sortedrl.core.errors import UserError
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.base import updates_left
 from sortedrl.observe.console import RunConsole, run_console
-from sortedrl.settings.base import Settings
+from sortedrl.settings.base import Settings, as_json
+from sortedrl.settings.install_hint import install_hint
+from sortedrl.settings.schedule import prompts_per_cohort
+from sortedrl.training.cpu_threads import let_waiting_threads_sleep
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def print_settings(resolved: dict[str, Any], derived: dict[str, Any], *, as_object: bool) -> int:
-    """The output of `--dry-run`. Returns the exit code."""
-    if as_object:
-        print(json.dumps({"settings": resolved, "derived": derived}))
+def print_settings(settings: Settings, derived: dict[str, Any], **resolved: Any) -> int:
+    """The output of `--dry-run`, with the values of settings that were left open. Returns the exit code."""
+    values = as_json(settings) | resolved
+    if settings.json_output:
+        print(json.dumps({"settings": values, "derived": derived}))
         return 0
-    for key, value in resolved.items():
+    for key, value in values.items():
         print(f"{key} = {json.dumps(value)}")
     print("\n# derived")
     for key, value in derived.items():
         print(f"# {key} = {json.dumps(value)}")
+    return 0
+
+
+def print_schedule(settings: Any, schedule: Schedule, tokens_of_slots: int, **more: Any) -> int:
+    """The output of `--dry-run` of a command with a schedule. `tokens_of_slots`: if all are at the limit."""
+    prompts = prompts_per_cohort(settings)
+    per_cohort, per_update = prompts * settings.rollouts_per_prompt, schedule.rollouts_needed
+    derived = {
+        "rollouts_per_cohort": per_cohort,
+        "updates_per_cohort": updates_left(per_cohort, per_update),
+        "update_size_over_slots": per_update / settings.slots,
+        "staleness_bound_versions": schedule.max_staleness,
+        **more,
+        "kv_tokens_if_all_slots_are_at_the_limit": tokens_of_slots,
+    }
+    return print_settings(settings, derived, prompts_per_cohort=prompts)
+
+
+def print_json(settings: Settings, found: Mapping[str, Any]) -> int:
+    """With the settings that led to it. Returns the exit code."""
+    print(json.dumps({**found, "settings": as_json(settings), "version": __version__}))
     return 0
 
 
@@ -48,10 +77,35 @@ def around_code_of_others(settings: Settings) -> AbstractContextManager[None]:
     return stdout_goes_to_stderr() if settings.json_output else nullcontext()
 
 
+@contextmanager
+def stdout_goes_to_stderr() -> Iterator[None]:
+    """For code of others in a command whose stdout is JSON: vLLM prints its log there, and so may a task of the user.
+
+    The descriptor is redirected, too, for C code and child processes.
+    """
+    ours = sys.stdout
+    ours.flush()
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # the command runs without one of the two
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with suppress(OSError, ValueError):
+            ours.flush()  # code that kept the stream may have written to it
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def table_console() -> Console:
     """For tables and sentences. Text in brackets, as in error messages and paths, is no markup."""
-    console = Console(markup=False, emoji=False)
-    return console if console.is_terminal else Console(markup=False, emoji=False, width=160)
+    console = Console(markup=False, emoji=False, highlight=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, highlight=False, width=160)
 
 
 class ProgressBar:
@@ -77,3 +131,23 @@ class ProgressBar:
 
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
+
+
+class MissingPackage(UserError):
+    """A package of an extra is not installed."""
+
+
+def require_train_extra() -> None:
+    """Refuse to start if a package is missing; imports nothing."""
+    for name in ("torch", "transformers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingPackage(f"{name} is not installed: {install_hint('train')}")
+
+
+def training_module(name: str) -> Any:
+    """A module of `training`. PyTorch is imported here, with threads that sleep while they wait."""
+    let_waiting_threads_sleep()
+    try:
+        return importlib.import_module(f"sortedrl.training.{name}")
+    except ImportError as error:
+        raise MissingPackage(f"{error.name} is not installed: {install_hint('train')}") from None

@@ -3,8 +3,6 @@
 Every wrong word is refused in one line. pydantic converts the values, those of flags as those of files.
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Sequence
@@ -15,10 +13,10 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import pydantic
 
-from sortedrl.cli.help_page import flag_of, help_page, type_text
+from sortedrl.cli.help_page import flag_of, help_page, meaning_of, type_text
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.errors import UserError
-from sortedrl.settings.base import InvalidSettings, Settings, first_error, plain_reason
+from sortedrl.settings.base import Settings, first_error, plain_reason
 from sortedrl.training.settings import saved_settings
 
 S = TypeVar("S", bound=Settings)
@@ -102,13 +100,13 @@ def _validated(kind: type[S], values: dict[str, Any], flags: dict[str, Any] | No
     by_alias = {kind.model_fields[key].alias or key: value for key, value in values.items()}
     try:
         return kind.model_validate(by_alias)
-    except InvalidSettings as refused:
-        first = refused.error.errors()[0]
+    except pydantic.ValidationError as refused:
+        first = refused.errors()[0]
         key = str(first["loc"][0]) if first["loc"] else ""
         if flags and key in flags and first["type"].endswith(_OTHER_TYPE):
             value = first["input"] if isinstance(first["input"], str) else flags[key]
             raise FlagError(_expected(kind, key, f" {value}", program)) from None
-        raise _first_error(kind, refused.error) from None
+        raise _first_error(kind, refused) from None
 
 
 # Flags
@@ -231,7 +229,7 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
 def _first_error(kind: type[Settings], error: pydantic.ValidationError) -> ConfigurationError:
     def fix_for(key: str) -> str:
         if key in kind.file_only:
-            return f"Its meaning: {kind.model_fields[key].description}."
+            return f"Its meaning: {meaning_of(kind.model_fields[key])}."
         return f"See the help of --{flag_of(key)}."
 
     return first_error(error, fix_for)

@@ -1,20 +1,21 @@
 """`sortedrl plan`: which schedule to use, and whether you need one at all."""
 
-from __future__ import annotations
-
-import json
 from dataclasses import asdict, replace
+from typing import Any
 
-from sortedrl import __version__
-from sortedrl.cli.output import ProgressBar, table_console
+from rich.console import RenderableType
+from rich.text import Text
+
+from sortedrl.cli.output import ProgressBar, print_json, table_console
 from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, workload_line
-from sortedrl.settings.base import as_json
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.studies import plan, tables
-from sortedrl.studies.paste import lines_to_paste
 from sortedrl.studies.plan import PlanSettings, allowed_by, plan_drafts
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload, step_time_of
 
 SETTINGS = PlanSettings
+VERL_BOUND = 4  # with overlap, verl's adapter requires one
 
 
 def run(settings: PlanSettings) -> int:
@@ -27,17 +28,77 @@ def run(settings: PlanSettings) -> int:
         found = plan.plan(workload, schedule, allowed_by(settings), settings.seeds, progress)
     drafts = None if settings.drafts == "none" else plan_drafts(settings, workload, (found.choice, found.baseline))
     if settings.json_output:
-        drafted = {} if drafts is None else {"drafts": asdict(drafts)}
-        print(json.dumps({**asdict(found), **drafted, "settings": as_json(settings), "version": __version__}))
-        return 0
-    console = table_console()
-    console.print(f"{workload_line(settings)}\nexpected lengths: {settings.expectation}", highlight=False)
-    tables.show(console, tables.plan_view(found))
-    if drafts is not None:
-        console.print(f"\n{drafts.reason}", style="bold", highlight=False)
-    console.print(f"\n{accuracy_line(settings)}", highlight=False)
+        return print_json(settings, asdict(found) | ({} if drafts is None else {"drafts": asdict(drafts)}))
+    head = f"{workload_line(settings)}\nexpected lengths: {settings.expectation}"
+    said: list[RenderableType] = [] if drafts is None else ["", Text(drafts.reason, "bold")]
+    tables.show(table_console(), [head, *tables.plan_view(found), *said, "", accuracy_line(settings)])
     if found.needed:
         choice, separate = found.choice, settings.separate_learner
         for line in lines_to_paste(choice.schedule, choice.slots, settings.controllers, separate=separate):
             print(line)
     return 0
+
+
+# The schedule as lines to paste
+
+
+def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1, *, separate: bool = False) -> list[str]:
+    """`processes`: controllers of the plan, each in a training process of TRL. `separate`: the learner has GPUs of its
+    own, and so do the servers."""
+    chosen = {"mode": schedule.mode, "prompts_per_cohort": schedule.prompts_per_cohort}
+    chosen |= {
+        key: value for key in ("oversubscribe", "max_staleness") if (value := getattr(schedule, key)) is not None
+    }
+    lines = ["", "sortedrl train --config FILE, with these lines in FILE:"]
+    sizes = {key: getattr(schedule, key) for key in ("rollouts_per_update", "rollouts_per_prompt")}
+    overlap = {"overlap": True} if schedule.overlap else {}
+    lines += [f"    {key} = {_toml(value)}" for key, value in {**chosen, "slots": slots, **sizes, **overlap}.items()]
+    separate = separate or schedule.overlap
+    if separate:
+        lines += ["", "TRL: engine and learner take turns there. Plan without --separate-learner and --overlap."]
+    else:
+        lines += _trl(schedule, chosen, slots, processes)
+    return lines + _verl(schedule, chosen, slots, separate)
+
+
+def _toml(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def _trl(schedule: Schedule, chosen: dict[str, Any], slots: int, processes: int) -> list[str]:
+    if schedule.rollouts_per_prompt == 1:
+        return ["", "TRL: its GRPO needs groups. Plan with --rollouts-per-prompt 8 --whole-groups."]
+    if (prompts := schedule.prompts_per_cohort) is not None:
+        chosen = chosen | {"prompts_per_cohort": -(-prompts // processes)}
+    arguments = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
+    where = f"each of {processes} processes" if processes > 1 else "one process; of several, each gets its part"
+    return [
+        "",
+        f"TRL ({where}):",
+        f"    GRPOConfig(num_generations={schedule.rollouts_per_prompt}, "
+        f"generation_batch_size={schedule.rollouts_per_update}, "
+        f"max_completion_length={schedule.max_response_tokens}, ...)",
+        f"    SortedGRPOTrainer(slots={slots // processes}, schedule=Schedule({arguments}), ...)",
+    ]
+
+
+def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int, separate: bool) -> list[str]:
+    head = "verl:"
+    keys: dict[str, Any] = {"trainer.v1.trainer_mode": "sortedrl"}
+    if separate:
+        head = "verl (add actor_rollout_ref.rollout.nnodes and n_gpus_per_node: the GPUs of the servers):"
+        keys |= {
+            "actor_rollout_ref.hybrid_engine": False,
+            "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+        }
+    if schedule.overlap:
+        chosen = {"max_staleness": VERL_BOUND} | chosen
+    keys |= {f"+trainer.v1.sortedrl.{key}": value for key, value in {**chosen, "slots": slots}.items()}
+    keys |= {
+        "data.train_batch_size": schedule.rollouts_needed // schedule.rollouts_per_prompt,
+        "actor_rollout_ref.rollout.n": schedule.rollouts_per_prompt,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    }
+    if not strategy_named(schedule.mode).on_policy:
+        keys["algorithm.rollout_correction.rollout_is"] = "token"
+    return ["", head, *(f"    {key}={value} \\" for key, value in keys.items())]  # verl's own lines follow

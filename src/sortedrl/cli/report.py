@@ -1,13 +1,9 @@
 """`sortedrl report`: write an HTML page about one or several runs."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from sortedrl import __version__
 from sortedrl.cli.output import ProgressBar, print_settings
@@ -17,7 +13,8 @@ from sortedrl.observe import watch
 from sortedrl.observe.report import build as report
 from sortedrl.observe.report import runs as report_runs
 from sortedrl.observe.report import text
-from sortedrl.settings.base import Settings, as_json
+from sortedrl.settings.base import Settings
+from sortedrl.studies.measurements import check_is_no_folder
 
 
 class ReportSettings(Settings):
@@ -25,18 +22,13 @@ class ReportSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("runs",)
 
-    runs: Annotated[
-        tuple[Path, ...],
-        Field(description="run folders, folders of runs, or event logs; default: the newest in runs/"),
-    ] = ()
-    out: Annotated[
-        Path | None,
-        Field(description="page to write; default: report.html in the run folder, or in this folder for several runs"),
-    ] = None
+    runs: tuple[Path, ...] = ()
+    """run folders, folders of runs, or event logs; default: the newest in runs/"""
+    out: Path | None = None
+    """page to write; default: report.html in the run folder, or in this folder for several runs"""
 
     def check(self) -> None:
-        if self.out is not None and self.out.is_dir():
-            raise ConfigurationError("out", str(self.out), "a folder, not a file", f"Use {self.out / 'report.html'}.")
+        check_is_no_folder("out", self.out, "report.html")
         if self.out is not None and self.out.suffix not in (".html", ".htm"):
             raise ConfigurationError("out", str(self.out), "the page is HTML", f"Use {self.out.with_suffix('.html')}.")
 
@@ -49,7 +41,7 @@ def run(settings: ReportSettings) -> int:
     paths = settings.runs or [watch.newest_run(Path("runs"))]
     page = settings.out or (paths[0] if len(paths) == 1 and paths[0].is_dir() else Path()) / "report.html"
     if settings.dry_run:
-        return print_settings(as_json(settings), {"page": str(page)}, as_object=settings.json_output)
+        return print_settings(settings, {"page": str(page)})
     with ProgressBar("reading runs", quiet=settings.json_output) as progress:
         runs = report_runs.read_runs(paths, progress)
     if settings.out is not None or not settings.json_output:

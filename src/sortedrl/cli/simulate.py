@@ -1,20 +1,28 @@
 """`sortedrl simulate`: what each schedule would gain on your response lengths."""
 
-from __future__ import annotations
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import json
+from rich.console import RenderableType
+from rich.text import Text
 
-from sortedrl import __version__
-from sortedrl.cli.output import ProgressBar, table_console
+from sortedrl.cli.output import ProgressBar, print_json, table_console
 from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
 from sortedrl.core.strategies.base import updates_left
-from sortedrl.settings.base import as_json
+from sortedrl.core.strategies.registry import strategy_named
+from sortedrl.core.wording import counted
 from sortedrl.settings.schedule import prompts_per_cohort
-from sortedrl.studies import answer, simulate, tables
-from sortedrl.studies.simulate import SimulateSettings
+from sortedrl.studies import simulate, tables
+from sortedrl.studies.plan import BASELINES, Allowed, Option, choose, is_allowed, larger_updates, option
+from sortedrl.studies.simulate import Case, SimulateSettings
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
 
 SETTINGS = SimulateSettings
+WARM = " (warm)"
+MUCH = 1.5  # if the choice has this many times the staleness of a slower mode, that mode is named, too
+MILLION_TOKENS = 100  # trained on, for the hours in the sentence
+PRECISE_COHORTS, PRECISE_SEEDS = 20, 3
 
 
 def run(settings: SimulateSettings) -> int:
@@ -26,25 +34,25 @@ def run(settings: SimulateSettings) -> int:
     with ProgressBar("simulating", quiet=settings.json_output) as progress:
         modes = simulate.compare(rows, settings.seeds, max_updates=settings.updates, on_progress=progress)
     if settings.json_output:
-        print(json.dumps({"modes": modes, "settings": as_json(settings), "version": __version__}))
-        return 0
-    limit = next(iter(modes.values()))["limit"]
-    console = table_console()
+        return print_json(settings, {"modes": modes})
+    limit = tables.digits(next(iter(modes.values()))["limit"], 5)
     source = f" ({workload.step_time.source})" if workload.step_time.source else ""
-    console.print(
-        f"{workload_line(settings)}\nlimit of this workload: {tables.digits(limit, 5)} tokens/s{source}\n",
-        highlight=False,
-    )
+    head = f"{workload_line(settings)}\nlimit of this workload: {limit} tokens/s{source}"
     columns = tables.ANSWER if settings.filtered is None else tables.ANSWER | tables.FILTERED
-    tables.show(console, [tables.table_of("", modes, columns)])
-    console.print(f"\n{answer.conclusion(rows, modes)}", style="bold", highlight=False)
+    shown: list[RenderableType] = [
+        head,
+        "",
+        tables.table_of("", modes, columns),
+        "",
+        Text(conclusion(rows, modes), "bold"),
+    ]
     if tables.several(modes):
-        error = answer.spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates)
-        console.print(error, highlight=False)
+        shown.append(spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates))
     if settings.details:
-        throughput = tables.table_of("Throughput", modes, tables.THROUGHPUT)
-        cost = tables.table_of("Cost", modes, tables.COST)
-        tables.show(console, ["", throughput, "", cost, "", tables.bubble_table(modes)])
+        for title, of in (("Throughput", tables.THROUGHPUT), ("Cost", tables.COST)):
+            shown += ["", tables.table_of(title, modes, of)]
+        shown += ["", tables.bubble_table(modes)]
+    tables.show(table_console(), shown)
     return 0
 
 
@@ -58,3 +66,103 @@ def _less_than_a_cohort(settings: SimulateSettings) -> list[str]:
     )
     fix = "responses are not trained on, so gain and length bias say little. Leave it out; --cohorts 1 is a short run."
     return [why + fix]
+
+
+# The answer in a sentence: the gain, with which mode, at what staleness, and how certain it is
+
+
+def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Applies the rule of `plan` to the rows that need no earlier epoch. The first row is the reference."""
+    first, base = rows[0], modes[rows[0].name]
+    if not tables.several(modes):
+        return f"One mode alone has no gain. Compare it with another: --modes {_with_another(first.schedule.mode)}"
+    options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
+    comparable = [options[row.name] for row in rows if row.workload.expectation == first.workload.expectation]
+    if not any(one.is_baseline or is_allowed(one, Allowed()) for one in comparable):
+        return f"No mode here is free of length bias (more than {Allowed().length_bias:.0%}), so none is recommended."
+    choice, _ = choose(comparable, Allowed())
+    chosen = modes[choice.name]
+    gain = _gain(chosen, base)
+    known = {first.workload.expectation, "warm"}  # `oracle` lengths exist in simulations only
+    usable = [options[row.name] for row in rows if row.workload.expectation in known]
+    if choice.name == first.name or choice.is_baseline or gain < 1.02:
+        has_partial = any(strategy_named(o.schedule.mode).keeps_tokens for o in comparable)
+        return _nothing_gained(choice, _best([o for o in usable if o not in comparable]), modes, base, has_partial)
+    text = (
+        f"{choice.name} trains on {gain:.2f} times the tokens per second of {first.name}: "
+        f"{MILLION_TOKENS} million tokens in {_hours(chosen)} hours instead of {_hours(base)}, at a mean staleness of "
+        f"{chosen['staleness_mean']:.2f} updates (at most {chosen['staleness_max']:.0f})"
+    )
+    warm = modes.get(choice.name + WARM)
+    if warm is not None and _gain(warm, base) > gain + 0.02:
+        text += f", {_gain(warm, base):.2f} times after the first epoch (warm)"
+    younger = _best([o for o in comparable if MUCH * o.staleness_mean < choice.staleness_mean and o.staleness_mean > 0])
+    if younger is not None and _gain(modes[younger.name], base) > 1.02:
+        younger_gain = _gain(modes[younger.name], base)
+        text += f"; with less staleness, {younger.name} gives {younger_gain:.2f} times at {younger.staleness_mean:.2f}"
+    fresh = _best([o for o in usable if strategy_named(o.schedule.mode).on_policy and o.staleness_mean == 0])
+    if choice.staleness_mean > 0 and fresh is not None and _gain(modes[fresh.name], base) > 1.02:
+        text += f"; without stale tokens, {fresh.name} gives {_gain(modes[fresh.name], base):.2f} times"
+    return f"{text}.{larger_updates(choice)}"
+
+
+def _with_another(mode: str) -> str:
+    return f"{mode} partial+elevator" if mode in BASELINES else f"baseline {mode}"
+
+
+def _nothing_gained(
+    choice: Option,
+    best: Option | None,
+    modes: Mapping[str, Mapping[str, Any]],
+    base: Mapping[str, Any],
+    has_partial: bool,
+) -> str:
+    """No mode gains without an earlier epoch. The best one may gain after it, when lengths are known. Without a partial
+    mode among them, that says nothing about whether you need one."""
+    text = f"{choice.name} is as fast as any mode here without length bias"
+    if best is not None and (later := _gain(modes[best.name], base)) > max(1.0, _gain(modes[choice.name], base)) + 0.02:
+        return f"In a first epoch, {text}; after it, {best.name} gives {later:.2f} times."
+    return f"{'You do not need this: ' if choice.is_baseline and has_partial else ''}{text}."
+
+
+def _best(options: Sequence[Option]) -> Option | None:
+    """The fastest of those without length bias."""
+    return max((o for o in options if is_allowed(o, Allowed())), key=lambda o: o.run_of_limit, default=None)
+
+
+def spread(
+    rows: Sequence[Case],
+    modes: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    cohorts: int,
+    max_updates: int | None = None,
+) -> str:
+    """The uncertainty of the gains, and how to reduce it. All modes generate responses to the same prompts, so the
+    largest error stands for those of modes where one run is too little for an estimate. Not with updates of one
+    rollout: the baseline then generates one at a time, at a rate that depends on no length."""
+    ended_early = max_updates is not None and any(modes[row.name]["updates"] >= max_updates for row in rows)
+    base, *errors = [modes[row.name]["goodput_error"] for row in rows]
+    many = counted(cohorts, "cohort") if max_updates is None or not ended_early else counted(max_updates, "update")
+    run = f"{counted(seeds, 'seed')} of {many}"
+    if base is None:
+        text = f"Standard error unknown with {run}."
+    elif None in errors and rows[0].schedule.rollouts_needed == 1:
+        text = f"Standard error unknown with {run}: for updates of one rollout it takes {PRECISE_SEEDS} seeds."
+    else:
+        widest = math.hypot(base, max(error for error in (base, *errors) if error is not None))
+        shown = f"{widest:.0%}" if widest >= 0.01 else f"{max(widest, 0.001):.1%}"
+        text = f"Gains are ± {shown} (standard error, {run})."
+    if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS and not ended_early:
+        return text
+    without, seeds_named = "leave out --updates, " if ended_early else "", " ".join(map(str, range(PRECISE_SEEDS)))
+    return f"{text} For more precision: {without}--cohorts {PRECISE_COHORTS} --seeds {seeds_named}"
+
+
+def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    before = base["trained_tokens_per_hour"]
+    return float(run_metrics["trained_tokens_per_hour"] / before) if before else 0.0
+
+
+def _hours(run_metrics: Mapping[str, Any]) -> str:
+    hourly = run_metrics["trained_tokens_per_hour"]
+    return tables.digits(MILLION_TOKENS * 1e6 / hourly, 3) if hourly else "endless"

@@ -1,13 +1,9 @@
 """`sortedrl trace`: write a run as a timeline for ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from sortedrl.cli.output import print_settings
 from sortedrl.core.configuration import ConfigurationError
@@ -18,7 +14,8 @@ from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import read_intact
 from sortedrl.observe.trace import write_trace
 from sortedrl.observe.watch import newest_run
-from sortedrl.settings.base import Settings, as_json
+from sortedrl.settings.base import Settings
+from sortedrl.studies.measurements import check_is_no_folder
 
 
 class TraceSettings(Settings):
@@ -26,11 +23,14 @@ class TraceSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Annotated[
-        Path | None,
-        Field(description="run folder, or an event log; default: the newest in runs/"),
-    ] = None
-    out: Annotated[Path | None, Field(description="file to write; default: trace.json beside the event log")] = None
+    run: Path | None = None
+    """run folder, or an event log; default: the newest in runs/"""
+    out: Path | None = None
+    """file to write; default: trace.json beside the event log"""
+
+    def check(self) -> None:
+        super().check()
+        check_is_no_folder("out", self.out, "trace.json")
 
 
 SETTINGS = TraceSettings
@@ -41,9 +41,7 @@ def run(settings: TraceSettings) -> int:
     source = path / "events.jsonl" if path.is_dir() else path
     out = settings.out or source.with_name("trace.json")
     if settings.dry_run:
-        return print_settings(
-            as_json(settings), {"reads": str(source), "writes": str(out)}, as_object=settings.json_output
-        )
+        return print_settings(settings, {"reads": str(source), "writes": str(out)})
     with paused_gc():
         log, unreadable = _intact_log(source)
         _write_trace(log, out)
@@ -75,8 +73,6 @@ def _intact_log(source: Path) -> tuple[list[Event], int]:
 
 def _write_trace(log: list[Event], out: Path) -> None:
     """Writes the whole file or nothing."""
-    if out.is_dir():
-        raise ConfigurationError("out", str(out), "a folder, not a file", f"Use {out / 'trace.json'}.")
     try:
         with atomic_writer(out) as file:
             write_trace(log, file)

@@ -1,19 +1,13 @@
 """`sortedrl train`: train a model with RL on this machine."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sortedrl.cli import train_extra
-from sortedrl.cli.output import around_code_of_others, console_of_run, print_settings
-from sortedrl.cli.streams import discard
-from sortedrl.core.strategies.base import updates_left
-from sortedrl.settings.base import as_json
-from sortedrl.settings.schedule import prompts_per_cohort
+from sortedrl.cli.main import discard
+from sortedrl.cli.output import around_code_of_others, console_of_run, print_schedule, training_module
 from sortedrl.training.settings import (
     TrainSettings,
     changed_on_resume,
@@ -31,31 +25,16 @@ def run(settings: TrainSettings) -> int:
     with around_code_of_others(settings):
         check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
-        return print_dry_run(settings)
+        context_tokens, whole_groups = settings.longest_context(), settings.wants_whole_groups()
+        more = {"whole_groups": whole_groups, "context_tokens": context_tokens}
+        return print_schedule(settings, schedule_of(settings), settings.slots * context_tokens, **more)
     with around_code_of_others(settings):
-        trainer = train_extra.module("trainer")
+        trainer = training_module("trainer")
         console = console_of_run(settings, ends_with_reader=False)
         summary = trainer.train(settings, console.log, console)
     with _reader_may_be_gone():
         _print_outcome(settings, summary)
     return 130 if summary["interrupted"] else 0
-
-
-def print_dry_run(settings: TrainSettings) -> int:
-    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
-    per_update = schedule_of(settings).rollouts_needed
-    context_tokens = settings.longest_context()
-    derived = {
-        "rollouts_per_cohort": per_cohort,
-        "updates_per_cohort": updates_left(per_cohort, per_update),
-        "update_size_over_slots": per_update / settings.slots,
-        "whole_groups": settings.wants_whole_groups(),
-        "staleness_bound_versions": settings.max_staleness,
-        "context_tokens": context_tokens,
-        "kv_tokens_if_all_slots_are_at_the_limit": settings.slots * context_tokens,
-    }
-    resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
-    return print_settings(resolved, derived, as_object=settings.json_output)
 
 
 def _print_outcome(settings: TrainSettings, summary: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """`sortedrl watch`: follow a run from another terminal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -12,7 +10,7 @@ from sortedrl.cli.output import console_of_run, print_settings
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.wording import printable
 from sortedrl.observe import watch
-from sortedrl.settings.base import Settings, as_json
+from sortedrl.settings.base import Settings
 
 
 class WatchSettings(Settings):
@@ -20,15 +18,10 @@ class WatchSettings(Settings):
 
     positional: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: Annotated[Path | None, Field(description="run folder; default: the newest in runs/")] = None
-    stopped_after_seconds: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="a run that has written nothing for this long counts as stopped, if it is unknown whether its "
-            "process is there",
-        ),
-    ] = watch.STOPPED_AFTER_SECONDS
+    run: Path | None = None
+    """run folder; default: the newest in runs/"""
+    stopped_after_seconds: Annotated[float, Field(gt=0)] = watch.STOPPED_AFTER_SECONDS
+    """a run that has written nothing for this long counts as stopped, if it is unknown whether its process is there"""
 
 
 SETTINGS = WatchSettings
@@ -40,7 +33,7 @@ def run(settings: WatchSettings) -> int:
     if not watch.is_run(folder):
         raise ConfigurationError("run", str(folder), "there is no run", "Name a run folder, as in runs/NAME.")
     if settings.dry_run:
-        return print_settings(as_json(settings), {"run": str(folder)}, as_object=settings.json_output)
+        return print_settings(settings, {"run": str(folder)})
     try:
         if settings.json_output:
             seen = watch.state(folder, settings.stopped_after_seconds)

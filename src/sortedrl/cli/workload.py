@@ -1,19 +1,15 @@
 """What the commands about a workload print alike: simulate, plan and bench."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator
 from statistics import NormalDist, fmean
 
-from sortedrl.cli.output import print_settings
+from sortedrl.cli.output import print_schedule
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS
-from sortedrl.settings.base import as_json
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.settings.slots import too_many_slots
 from sortedrl.studies.simulated_settings import drafts_line
@@ -31,18 +27,9 @@ BEYOND = 1.1  # times the largest measured batch
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
-    per_cohort = prompts_per_cohort(settings) * settings.rollouts_per_prompt
-    derived = {
-        "rollouts_per_cohort": per_cohort,
-        "updates_per_cohort": updates_left(per_cohort, schedule.rollouts_needed),
-        "rollouts_in_all": prompts * schedule.rollouts_per_prompt,
-        "update_size_over_slots": schedule.rollouts_needed / settings.slots,
-        "staleness_bound_versions": schedule.max_staleness,
-        "kv_tokens_if_all_slots_are_at_the_limit": settings.most_slots_per_engine()
-        * (settings.prompt_tokens + settings.response_limit() + settings.most_observed()),
-    }
-    resolved = as_json(settings) | {"prompts_per_cohort": prompts_per_cohort(settings)}
-    return print_settings(resolved, derived, as_object=settings.json_output)
+    context_tokens = settings.prompt_tokens + settings.response_limit() + settings.most_observed()
+    in_all = {"rollouts_in_all": prompts * schedule.rollouts_per_prompt}
+    return print_schedule(settings, schedule, settings.most_slots_per_engine() * context_tokens, **in_all)
 
 
 def print_notices(settings: SimulatedSettings, *more: str) -> None:

@@ -1,68 +1,39 @@
 """The scheduler: the algorithm of the paper and what we add to it. Standard library only."""
 
-from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.controller import Batch, Controller, StaleTokens
-from sortedrl.core.engine import (
-    UNCHANGED,
-    Change,
-    Engine,
-    EngineDied,
-    EngineSpec,
-    Request,
-    RequestFailed,
-    RequestFinished,
-    RequestPreempted,
-    RequestStarted,
-    Sampling,
-    Tokens,
-)
-from sortedrl.core.events import Event, EventLog
-from sortedrl.core.expectation import Expectation, SensedLengths
-from sortedrl.core.prompts import Prompts
-from sortedrl.core.rejections import RejectionWatch, TooManyRejected
-from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.schedule import Schedule
-from sortedrl.core.scoring import Score, ScoreAtOnce, Scorer
-from sortedrl.core.strategies.base import SchedulerState, Strategy
-from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
-from sortedrl.core.turns import Answer, Environments
-
-__all__ = [
-    "STRATEGIES",
-    "UNCHANGED",
-    "Answer",
-    "Batch",
-    "Change",
-    "ConfigurationError",
-    "Controller",
-    "Engine",
-    "EngineDied",
-    "EngineSpec",
-    "Environments",
-    "Event",
-    "EventLog",
-    "Expectation",
-    "Prompt",
-    "Prompts",
-    "RejectionWatch",
-    "Request",
-    "RequestFailed",
-    "RequestFinished",
-    "RequestPreempted",
-    "RequestStarted",
-    "Rollout",
-    "Sampling",
-    "Schedule",
-    "SchedulerState",
-    "Score",
-    "ScoreAtOnce",
-    "Scorer",
-    "Segment",
-    "SensedLengths",
-    "StaleTokens",
-    "State",
-    "Strategy",
-    "Tokens",
-    "TooManyRejected",
-    "strategy_named",
-]
+from sortedrl.core.configuration import ConfigurationError as ConfigurationError
+from sortedrl.core.controller import Batch as Batch
+from sortedrl.core.controller import Controller as Controller
+from sortedrl.core.controller import StaleTokens as StaleTokens
+from sortedrl.core.engine import UNCHANGED as UNCHANGED
+from sortedrl.core.engine import Change as Change
+from sortedrl.core.engine import Engine as Engine
+from sortedrl.core.engine import EngineDied as EngineDied
+from sortedrl.core.engine import EngineSpec as EngineSpec
+from sortedrl.core.engine import Request as Request
+from sortedrl.core.engine import RequestFailed as RequestFailed
+from sortedrl.core.engine import RequestFinished as RequestFinished
+from sortedrl.core.engine import RequestPreempted as RequestPreempted
+from sortedrl.core.engine import RequestStarted as RequestStarted
+from sortedrl.core.engine import Sampling as Sampling
+from sortedrl.core.engine import Tokens as Tokens
+from sortedrl.core.events import Event as Event
+from sortedrl.core.events import EventLog as EventLog
+from sortedrl.core.expectation import Expectation as Expectation
+from sortedrl.core.expectation import SensedLengths as SensedLengths
+from sortedrl.core.prompts import Prompts as Prompts
+from sortedrl.core.rejections import RejectionWatch as RejectionWatch
+from sortedrl.core.rejections import TooManyRejected as TooManyRejected
+from sortedrl.core.rollout import Prompt as Prompt
+from sortedrl.core.rollout import Rollout as Rollout
+from sortedrl.core.rollout import Segment as Segment
+from sortedrl.core.rollout import State as State
+from sortedrl.core.schedule import Schedule as Schedule
+from sortedrl.core.scoring import Score as Score
+from sortedrl.core.scoring import ScoreAtOnce as ScoreAtOnce
+from sortedrl.core.scoring import Scorer as Scorer
+from sortedrl.core.strategies.base import SchedulerState as SchedulerState
+from sortedrl.core.strategies.base import Strategy as Strategy
+from sortedrl.core.strategies.registry import STRATEGIES as STRATEGIES
+from sortedrl.core.strategies.registry import strategy_named as strategy_named
+from sortedrl.core.turns import Answer as Answer
+from sortedrl.core.turns import Environments as Environments

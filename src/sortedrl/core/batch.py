@@ -1,7 +1,5 @@
 """The update batch that the controller hands out, and the check that none of its tokens is too old."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import SupportsIndex, overload

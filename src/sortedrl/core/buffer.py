@@ -8,7 +8,7 @@ It owns all state changes:
                                                                             |
                                                             its group ------+-> FILTERED
 
-Between two turns:  RUNNING -> end_turn -> ENVIRONMENT -> observe -> RETURNING -> resume -> RUNNING
+Between two turns:  RUNNING -> move -> ENVIRONMENT -> move -> RETURNING -> resume -> RUNNING
                                                 |                        |
                                                 +-> finish               +-> regenerate (also from ENVIRONMENT)
 
@@ -23,14 +23,12 @@ mode has no cohort gate): a harvest takes from the lowest gate that has untraine
 too few for an update, the next cohort joins the gate.
 """
 
-from __future__ import annotations
-
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from sortedrl.core.checkpoint import restored_rollout, rollout_state
-from sortedrl.core.rollout import Prompt, Rollout, State
+from sortedrl.core.rollout import Rollout, State
 
 Key = tuple[float, ...]
 # Names of their own: Python 3.11 takes longer for `State.WAITING` than for a call.
@@ -46,8 +44,7 @@ class Group:
         self.id = id
         self.gate = gate
         self.members = members
-        self.missing = len(members)
-        self.waiting = 0
+        self.missing = self.waiting = len(members)
 
     @property
     def cohort(self) -> int:
@@ -63,17 +60,14 @@ class Group:
         return any(member.state is not WAITING or member.segments for member in self.members)
 
 
+@dataclass(slots=True)
 class GateCounts:
     """Counts of the untrained rollouts behind one gate."""
 
-    __slots__ = ("cohorts", "ready", "ready_groups", "started", "untrained")
-
-    def __init__(self) -> None:
-        self.untrained = 0
-        self.cohorts: dict[int, int] = {}  # untrained rollouts by cohort, oldest first
-        self.started = 0  # in groups without a waiting member
-        self.ready = 0  # in complete groups
-        self.ready_groups: dict[int, Group] = {}  # complete groups by id, first completed first
+    untrained: int = 0
+    started: int = 0  # in groups without a waiting member
+    ready: int = 0  # in complete groups
+    ready_groups: dict[int, Group] = field(default_factory=dict)  # complete groups by id, first completed first
 
 
 class Buffer:
@@ -82,6 +76,7 @@ class Buffer:
         self.running: dict[int, Rollout] = {}
         self.in_environment: dict[int, Rollout] = {}
         self.returning: dict[int, Rollout] = {}  # first answered first
+        self.unscored: dict[int, Rollout] = {}  # finished and not scored
         self.loaded = 0
         self.trained = 0
         self.rejected = 0
@@ -91,8 +86,15 @@ class Buffer:
         self.here = GateCounts()  # the counts behind it, all 0 if there is none
         self.gates: dict[int, GateCounts] = {}  # with untrained rollouts, lowest first
         self._queue: list[tuple[Key, int, Rollout]] = []
-        self._finished: dict[int, Rollout] = {}
         self._groups: dict[int, Group] = {}  # by member id
+        self._ready: dict[int, Rollout] = {}
+        self._place_of = {
+            RUNNING: self.running,
+            ENVIRONMENT: self.in_environment,
+            RETURNING: self.returning,
+            FINISHED: self.unscored,
+            READY: self._ready,
+        }
 
     # Counts and lookups, for strategies
 
@@ -103,25 +105,20 @@ class Buffer:
     @property
     def finished(self) -> int:
         """Finished and not scored."""
-        return len(self._finished)
+        return len(self.unscored)
 
     @property
     def ready(self) -> int:
         """Ready rollouts, including those in incomplete groups."""
-        between_turns = len(self.in_environment) + len(self.returning)
-        return len(self.live) - len(self._queue) - len(self.running) - between_turns - len(self._finished)
+        return len(self._ready)
 
     @property
     def untrained(self) -> int:
         return len(self.live)
 
-    @property
-    def last_gate(self) -> int | None:
-        return next(reversed(self.gates), None)
-
-    def ready_groups(self, gate: int) -> Iterable[Group]:
-        """Complete groups behind this gate, first completed first."""
-        return self.gates[gate].ready_groups.values() if gate in self.gates else ()
+    def ready_here(self) -> Iterable[Group]:
+        """Complete groups behind the current gate, first completed first."""
+        return self.here.ready_groups.values()
 
     def group_of(self, rollout: Rollout) -> Group:
         return self._groups[rollout.id]
@@ -129,9 +126,6 @@ class Buffer:
     def groups(self) -> Iterator[Group]:
         """All live groups, oldest first."""
         return (group for member, group in self._groups.items() if group.members[0].id == member)
-
-    def unscored(self) -> list[Rollout]:
-        return list(self._finished.values())
 
     # The queue of waiting rollouts, lowest key first
 
@@ -142,18 +136,13 @@ class Buffer:
         self._queue = [(key(rollout), rollout.id, rollout) for _, _, rollout in self._queue]
         heapq.heapify(self._queue)
 
-    def _enqueue(self, rollout: Rollout, key: Key) -> None:
-        rollout.state = WAITING
-        self._count_waiting(rollout, 1)
-        heapq.heappush(self._queue, (key, rollout.id, rollout))
-
     def _count_waiting(self, rollout: Rollout, change: int) -> None:
         if not rollout.segments and rollout.attempt == 0:
             self.never_started += change
         group = self._groups[rollout.id]
-        was_started = not group.waiting
-        group.waiting += change
-        if was_started:
+        before = group.waiting
+        group.waiting = before + change
+        if not before:
             self.gates[group.gate].started -= len(group.members)
         elif not group.waiting:
             self.gates[group.gate].started += len(group.members)
@@ -161,17 +150,27 @@ class Buffer:
     # State changes
 
     def load(self, rollouts: list[Rollout], gate: int, *, whole_groups: bool, key: Callable[[Rollout], Key]) -> None:
-        for members in [rollouts] if whole_groups else [[rollout] for rollout in rollouts]:
-            group = Group(members[0].id, gate, members)
-            group.waiting = len(members)
-            for rollout in members:
+        members = [rollouts] if whole_groups else [[rollout] for rollout in rollouts]
+        self.take_in([Group(group[0].id, gate, group) for group in members], key)
+        self.loaded += len(rollouts)
+
+    def take_in(self, groups: Iterable[Group], key: Callable[[Rollout], Key]) -> None:
+        """New groups, or those of a checkpoint; none of them has a running rollout."""
+        waiting: list[Rollout] = []
+        for group in groups:
+            for rollout in group.members:
                 self.live[rollout.id] = rollout
                 self._groups[rollout.id] = group
-        self.loaded += len(rollouts)
-        self._count_loaded(rollouts, gate)
-        for rollout in rollouts:
+                if rollout.state is WAITING:
+                    waiting.append(rollout)
+                else:
+                    self._place_of[rollout.state][rollout.id] = rollout
+                    group.waiting -= 1
+                    group.missing -= rollout.state is READY
+            self._count_group(group)
+        for rollout in waiting:  # after all groups: a key may depend on other members
             heapq.heappush(self._queue, (key(rollout), rollout.id, rollout))
-            self.never_started += 1
+            self.never_started += not rollout.segments and rollout.attempt == 0
 
     def start(self) -> tuple[Rollout, Key]:
         """Take the head of the queue."""
@@ -181,53 +180,44 @@ class Buffer:
         self.running[rollout.id] = rollout
         return rollout, key
 
-    def end_turn(self, rollout: Rollout) -> None:
-        del self.running[rollout.id]
-        rollout.state = ENVIRONMENT
-        self.in_environment[rollout.id] = rollout
-
-    def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
-        del self.in_environment[rollout.id]
-        rollout.observe(tokens)
-        rollout.state = RETURNING
-        self.returning[rollout.id] = rollout
-
     def resume(self) -> Rollout:
         """Take the first of the returning rollouts."""
-        rollout = self.returning.pop(next(iter(self.returning)))
-        rollout.state = RUNNING
-        self.running[rollout.id] = rollout
+        rollout = next(iter(self.returning.values()))
+        self.move(rollout, RUNNING)
         return rollout
 
     def finish(self, rollout: Rollout, *, truncated: bool) -> None:
         """From the engine, or from its environment."""
-        self._leave(rollout)
         rollout.truncated = truncated
-        rollout.state = FINISHED
-        self._finished[rollout.id] = rollout
+        self.move(rollout, FINISHED)
+
+    def move(self, rollout: Rollout, state: State) -> None:
+        """A rollout that is neither waiting nor ready."""
+        del self._place_of[rollout.state][rollout.id]
+        rollout.state = state
+        self._place_of[state][rollout.id] = rollout
 
     def put_back(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
         """Back to waiting, with or without its tokens; returns how many were dropped."""
         self._leave(rollout)
-        return self._wait_again(rollout, keep=keep, key=key)
-
-    def regenerate(self, rollout: Rollout, key: Callable[[Rollout], Key]) -> int:
-        """Drop the tokens of a rollout that is not in the engine; it waits again. Returns how many were dropped.
-
-        Even a response without a token was an attempt: its score, if one comes, is not that of the next one."""
-        self._leave(rollout)
-        rollout.attempt += not rollout.policy_length
-        return self._wait_again(rollout, keep=False, key=key)
+        rollout.reached = max(rollout.reached, rollout.policy_length)
+        dropped = 0 if keep else rollout.drop_tokens()
+        rollout.attempt += dropped > 0
+        entry = key(rollout), rollout.id, rollout  # the key of a rollout that was started
+        rollout.state = WAITING
+        self._count_waiting(rollout, 1)
+        heapq.heappush(self._queue, entry)
+        return dropped
 
     def awaiting_score(self, rollout_id: int, attempt: int) -> Rollout | None:
         """The rollout, or None if it no longer waits for the score of this attempt."""
-        rollout = self._finished.get(rollout_id)
+        rollout = self.unscored.get(rollout_id)
         return rollout if rollout is not None and rollout.attempt == attempt else None
 
     def score(self, rollout: Rollout, reward: float, detail: Any) -> Group:
         """Returns its group, which may be complete now."""
-        del self._finished[rollout.id]
-        rollout.state, rollout.reward, rollout.detail = READY, reward, detail
+        self.move(rollout, READY)
+        rollout.reward, rollout.detail = reward, detail
         group = self._groups[rollout.id]
         group.missing -= 1
         self._note_if_complete(group)
@@ -248,6 +238,7 @@ class Buffer:
         gate.ready -= len(group.members)
         gate.started -= len(group.members)
         for rollout in group.members:
+            del self._ready[rollout.id]
             rollout.state = state
             self._release(rollout, group.gate)
 
@@ -267,34 +258,19 @@ class Buffer:
 
     def _leave(self, rollout: Rollout) -> None:
         """The place where its state puts it."""
-        if rollout.state is RUNNING:
-            del self.running[rollout.id]
-        elif rollout.state is WAITING:
+        if rollout.state is WAITING:
             self._queue = [entry for entry in self._queue if entry[2] is not rollout]
             heapq.heapify(self._queue)
             self._count_waiting(rollout, -1)
-        elif rollout.state is ENVIRONMENT:
-            del self.in_environment[rollout.id]
-        elif rollout.state is RETURNING:
-            del self.returning[rollout.id]
-        else:
-            self._unfinish(rollout)
-
-    def _wait_again(self, rollout: Rollout, *, keep: bool, key: Callable[[Rollout], Key]) -> int:
-        rollout.reached = max(rollout.reached, rollout.policy_length)
-        dropped = 0 if keep else rollout.drop_tokens()
-        rollout.attempt += dropped > 0
-        self._enqueue(rollout, key(rollout))
-        return dropped
-
-    def _unfinish(self, rollout: Rollout) -> None:
-        if self._finished.pop(rollout.id, None) is None:
+            return
+        del self._place_of[rollout.state][rollout.id]
+        if rollout.state is READY:
             group = self._groups[rollout.id]
             if not group.missing:
                 del self.gates[group.gate].ready_groups[group.id]
                 self.gates[group.gate].ready -= len(group.members)
             group.missing += 1
-        rollout.reward = rollout.detail = None
+            rollout.reward = rollout.detail = None
 
     def _note_if_complete(self, group: Group) -> None:
         if group.missing == 0:
@@ -307,17 +283,19 @@ class Buffer:
         del self._groups[rollout.id]
         at = self.gates[gate]
         at.untrained -= 1
-        at.cohorts[rollout.cohort] -= 1
-        if not at.cohorts[rollout.cohort]:
-            del at.cohorts[rollout.cohort]
         if not at.untrained:
             del self.gates[gate]
             self._note_lowest_gate()
 
-    def _count_loaded(self, rollouts: list[Rollout], gate: int) -> None:
-        at, cohort = self._gate_at(gate), rollouts[0].cohort
-        at.untrained += len(rollouts)
-        at.cohorts[cohort] = at.cohorts.get(cohort, 0) + len(rollouts)
+    def _count_group(self, group: Group) -> None:
+        if group.gate not in self.gates:
+            self.gates[group.gate] = GateCounts()
+            self._note_lowest_gate()
+        at, size = self.gates[group.gate], len(group.members)
+        at.untrained += size
+        if not group.waiting:
+            at.started += size
+            self._note_if_complete(group)
 
     def join_next_gate(self) -> None:
         """What waits behind the second gate goes behind the first one. Keys may change with it: call `rekey`."""
@@ -331,52 +309,7 @@ class Buffer:
         self.here.started += joining.started
         self.here.ready += joining.ready
         self.here.ready_groups |= joining.ready_groups
-        self.here.cohorts |= joining.cohorts
-
-    def _gate_at(self, number: int) -> GateCounts:
-        if number not in self.gates:
-            self.gates[number] = GateCounts()
-            self._note_lowest_gate()
-        return self.gates[number]
 
     def _note_lowest_gate(self) -> None:
         self.gate = next(iter(self.gates), None)
         self.here = GateCounts() if self.gate is None else self.gates[self.gate]
-
-    # Checkpoints, while no rollout is in the engine
-
-    def state(self) -> dict[str, Any]:
-        if self.running:
-            raise RuntimeError(f"{len(self.running)} rollouts are in the engine: abort them before a checkpoint")
-        return {
-            "counts": [self.loaded, self.trained, self.rejected, self.filtered],
-            "groups": [[group.id, group.gate, [rollout_state(m) for m in group.members]] for group in self.groups()],
-            "ready": [group_id for gate in self.gates.values() for group_id in gate.ready_groups],
-            "returning": list(self.returning),
-        }
-
-    def restore(self, state: dict[str, Any], prompts: dict[str, Prompt], key: Callable[[Rollout], Key]) -> None:
-        self.loaded, self.trained, self.rejected, *filtered = state["counts"]
-        self.filtered = sum(filtered)  # sortedrl 0.2 did not save it
-        by_id: dict[int, Group] = {}
-        for group_id, gate, members in state["groups"]:
-            rollouts = [restored_rollout(fields, prompts) for fields in members]
-            group = Group(group_id, gate, rollouts)
-            group.missing = sum(rollout.state is not READY for rollout in rollouts)
-            by_id[group.id] = group
-            self._gate_at(gate).started += len(rollouts)
-            self._count_loaded(rollouts, gate)
-            for rollout in rollouts:
-                self.live[rollout.id] = rollout
-                self._groups[rollout.id] = group
-                if rollout.state is FINISHED:
-                    self._finished[rollout.id] = rollout
-                elif rollout.state is ENVIRONMENT:
-                    self.in_environment[rollout.id] = rollout
-        for group_id in state["ready"]:
-            self._note_if_complete(by_id[group_id])
-        for rollout_id in state["returning"]:
-            self.returning[rollout_id] = self.live[rollout_id]
-        for rollout in self.live.values():  # after all groups exist: keys depend on other members
-            if rollout.state is WAITING:
-                self._enqueue(rollout, key(rollout))

@@ -1,33 +1,139 @@
-"""What a checkpoint holds of rollouts, and whether it fits this run. Each part saves and restores its own state.
-It holds plain data that may be trained on, so what an engine reports passes `plain` and `fault_of`."""
+"""A checkpoint: all that the scheduler saves between two batches, and how it is restored.
 
-from __future__ import annotations
+The format is one JSON object. What the engine, the scorer and the learner hold is not in it: no rollout runs while it
+is written, finished rollouts are scored again, and weights are the caller's."""
 
+import logging
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import fields
-from operator import index
 from typing import Any
 
+from sortedrl.core import events
+from sortedrl.core.buffer import Buffer, Group
 from sortedrl.core.configuration import ConfigurationError
+from sortedrl.core.engine_checks import fault_of
+from sortedrl.core.generation import Generation
+from sortedrl.core.ledger import Ledger
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
+from sortedrl.core.strategies.base import Sweep
+from sortedrl.core.wording import counted
 
-HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
-LOWEST_LOGPROB = -1e4  # far below any token that was sampled, and far from overflow in the learner's float32
-NO_LOGPROB = f"a log-probability that is not a finite number from {LOWEST_LOGPROB:g} to 0"
 _PLAIN_FIELDS = [f.name for f in fields(Rollout) if f.init and f.name not in ("prompt", "state", "segments")]
+_LOADER_COUNTS = ("next_id", "prompts_loaded", "cohorts_loaded")
+_log = logging.getLogger(__name__)
+
+
+def saved(generation: Generation) -> dict[str, Any]:
+    """JSON-ready. Raises an error while rollouts are in the engine."""
+    ledger, sampling, turns = generation.ledger, generation.dynamic_sampling, generation.turns
+    s = ledger.state
+    return {
+        "mode": ledger.strategy.name,
+        "rollouts_per_prompt": s.schedule.rollouts_per_prompt,
+        "slots": s.slots,
+        "buffer": _saved_buffer(s.buffer),
+        "prompts": saved_cursor(s.prompts),
+        "expectation": s.expectation.state(),
+        "version": s.version,
+        "updates": s.updates,
+        "harvests": s.harvests,
+        "sweep": list(s.sweep),
+        "filter": None if sampling is None else sampling.filter.state(),
+        "filtered_rewards": s.filtered_rewards,
+        **{name: getattr(generation.loader, name) for name in _LOADER_COUNTS},
+        "environments": {} if turns is None else turns.state(),
+        "events": ledger.log.count,
+    }
+
+
+def restore(state: dict[str, Any], generation: Generation) -> None:
+    """The inverse of `saved`, for a run that has not started."""
+    ledger, sampling, turns = generation.ledger, generation.dynamic_sampling, generation.turns
+    s = ledger.state
+    generation.engine.expect_version(state["version"])
+    ledger.log.count = state["events"]
+    for name in _LOADER_COUNTS:
+        setattr(generation.loader, name, state[name])
+    s.version, s.updates, s.harvests = state["version"], state["updates"], state["harvests"]
+    s.sweep = Sweep(*state["sweep"])
+    s.filtered_rewards = [(cohort, reward) for cohort, reward in state.get("filtered_rewards", ())]
+    restore_cursor(s.prompts, state["prompts"])
+    s.expectation.restore(state["expectation"])
+    _restore_buffer(state["buffer"], ledger)  # after all that the order of waiting rollouts depends on
+    if sampling is not None:
+        sampling.restore(state.get("filter"))  # sortedrl 0.2 had no filter
+    _regenerate_invalid(ledger)
+    if turns is not None:
+        turns.restore(state["environments"])
+    if state.get("slots", s.slots) != s.slots:  # older checkpoints do not have it
+        ledger.log.append(events.SlotsChanged(ledger.clock.now(), s.slots))
+
+
+def saved_cursor(prompts: Prompts) -> dict[str, Any]:
+    """Where it is, and what the order of the prompts depends on, besides the dataset itself."""
+    order = {"size": len(prompts.dataset), "seed": prompts.seed, "shuffle": prompts.shuffle}
+    return {"epoch": prompts.epoch, "position": prompts.position, **order}
+
+
+def restore_cursor(prompts: Prompts, state: dict[str, Any]) -> None:
+    own = saved_cursor(prompts) | {"epoch": state["epoch"], "position": state["position"]}
+    before = own | state  # older versions did not save `shuffle`
+    if before != own:
+        then, now = (f"{o['size']} prompts, seed = {o['seed']} and shuffle = {o['shuffle']}" for o in (before, own))
+        raise ValueError(f"the checkpoint was made with {then}, this run has {now}: resume with the same order")
+    prompts.go_to(state["epoch"], state["position"])
+
+
+def _saved_buffer(buffer: Buffer) -> dict[str, Any]:
+    if buffer.running:
+        raise RuntimeError(f"{len(buffer.running)} rollouts are in the engine: abort them before a checkpoint")
+    return {
+        "counts": [buffer.loaded, buffer.trained, buffer.rejected, buffer.filtered],
+        "groups": [[group.id, group.gate, [rollout_state(m) for m in group.members]] for group in buffer.groups()],
+        "ready": [group_id for gate in buffer.gates.values() for group_id in gate.ready_groups],
+        "returning": list(buffer.returning),
+    }
+
+
+def _restore_buffer(state: dict[str, Any], ledger: Ledger) -> None:
+    s, buffer = ledger.state, ledger.state.buffer
+    prompts = _prompts_of_saved(state, s.prompts, s.schedule.rollouts_per_prompt)
+    groups = [
+        Group(group_id, gate, [restored_rollout(fields, prompts) for fields in members])
+        for group_id, gate, members in state["groups"]
+    ]
+    buffer.take_in(groups, ledger.key)
+    buffer.loaded, buffer.trained, buffer.rejected, *filtered = state["counts"]
+    buffer.filtered = sum(filtered)  # sortedrl 0.2 did not save it
+    gate_of = {group.id: buffer.gates[group.gate] for group in groups}
+    for group_id in state["ready"]:  # in the order in which they became ready
+        ready_groups = gate_of[group_id].ready_groups
+        ready_groups[group_id] = ready_groups.pop(group_id)
+    for rollout_id in state["returning"]:
+        buffer.returning[rollout_id] = buffer.returning.pop(rollout_id)
+
+
+def _regenerate_invalid(ledger: Ledger) -> None:
+    """Drop the tokens of restored rollouts that must not be trained on."""
+    reasons: list[str] = []
+    for rollout in list(ledger.state.buffer.live.values()):
+        fault = _invalid_part(rollout, ledger.state.version)
+        if fault is not None:
+            ledger.regenerate(rollout, f"the checkpoint has {fault}")
+            reasons.append(f"rollout {rollout.id}, {fault}")
+    if reasons:
+        count = counted(len(reasons), "rollout")
+        _log.warning("%s of the checkpoint cannot be trained on and will be regenerated: %s", count, reasons[0])
 
 
 def rollout_state(rollout: Rollout) -> dict[str, Any]:
-    state = {name: getattr(rollout, name) for name in _PLAIN_FIELDS}
-    state["state"] = str(rollout.state)
-    state["prompt"] = rollout.prompt.id
-    state["segments"] = [
+    segments = [
         [list(s.tokens), list(s.logprobs), s.version, None if s.mask is None else list(s.mask)]
         for s in rollout.segments
     ]
-    return state
+    state = {name: getattr(rollout, name) for name in _PLAIN_FIELDS}
+    return state | {"state": str(rollout.state), "prompt": rollout.prompt.id, "segments": segments}
 
 
 def restored_rollout(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollout:
@@ -40,12 +146,11 @@ def restored_rollout(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollo
         prompt=prompts[state["prompt"]],
         state=State(state["state"]),
         segments=segments,
-        **{name: state[name] for name in _PLAIN_FIELDS if name != "has_environment"},
-        has_environment=state.get("has_environment", False),  # older versions did not save it
+        **{name: state[name] for name in _PLAIN_FIELDS if name in state},  # older versions had fewer
     )
 
 
-def prompts_of_saved(buffer: dict[str, Any], prompts: Prompts, rollouts_per_prompt: int) -> dict[str, Prompt]:
+def _prompts_of_saved(buffer: dict[str, Any], prompts: Prompts, rollouts_per_prompt: int) -> dict[str, Prompt]:
     """The prompts of saved rollouts, by id. Others are not read: a dataset may tokenize them, or reset an environment
     for them."""
     place_of = {
@@ -79,62 +184,10 @@ def check_state(state: Any, mode: str, rollouts_per_prompt: int) -> None:
         )
 
 
-def invalid_part(rollout: Rollout, version: int) -> str | None:
+def _invalid_part(rollout: Rollout, version: int) -> str | None:
     """What of a restored rollout must not be trained on, at the learner's `version`; None if all may. An older version
     checked less of what an engine reports."""
     newest = max((segment.version for segment in rollout.segments), default=0)
     if newest > version:
         return f"tokens of version {newest}, and the newest is {version}"
     return next((fault for segment in rollout.segments if (fault := fault_of(segment))), None)
-
-
-def fault_of(segment: Segment) -> str | None:
-    """What in it must not be trained on; None if all may. Only lists are checked: they come from real engines."""
-    if not isinstance(segment.logprobs, list) or not segment.logprobs:
-        return None
-    try:
-        highest, lowest = max(segment.logprobs), min(segment.logprobs)
-        is_valid = math.isfinite(sum(segment.logprobs)) and lowest >= LOWEST_LOGPROB and highest <= HIGHEST_LOGPROB
-    except (TypeError, OverflowError):
-        is_valid = False
-    return None if is_valid else NO_LOGPROB
-
-
-def plain(segment: Segment) -> Segment:
-    """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
-
-    Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and
-    1, and an integer as version."""
-    if type(segment.tokens) is range:
-        return segment
-    tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
-    if type(tokens) is not list or set(map(type, tokens)) - {int}:
-        tokens = _numbers(tokens, _integer, "a token id that is not an integer")
-    if tokens and min(tokens) < 0:
-        raise ValueError(f"token id {min(tokens)}, and ids count from 0")
-    if type(logprobs) is not list or set(map(type, logprobs)) - {float, int}:
-        logprobs = _numbers(logprobs, float, NO_LOGPROB)
-    if mask is not None:
-        mask = _numbers(mask, _bit, "a mask that is not made of 0 and 1")
-    if type(version) is not int:
-        (version,) = _numbers([version], _integer, "a version that is not an integer")
-    return Segment(tokens, logprobs, version, mask)
-
-
-def _numbers(values: Sequence[Any], convert: Callable[[Any], Any], fault: str) -> list[Any]:
-    try:
-        return [convert(value) for value in values]
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(fault) from None
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError
-    return index(value)
-
-
-def _bit(value: Any) -> int:
-    if value not in (0, 1):
-        raise ValueError
-    return int(value)

@@ -60,6 +60,23 @@ def checked_fraction(key: str, value: Any) -> float:
     return checked_float(key, value, lambda x: 0 <= x <= 1, "from 0 to 1")
 
 
+def checked_text(key: str, value: Any, what: str, fix: str) -> str:
+    """The value, if it is text; `what` says what it names."""
+    if not isinstance(value, str):
+        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not the name of {what}", fix)
+    return value
+
+
+def checked_texts(key: str, value: Any) -> tuple[str, ...]:
+    """The value as a tuple of nonempty strings. Of one string, each letter would count."""
+    fix = 'Pass a tuple of strings, such as ("\\n\\n",).'
+    if not isinstance(value, list | tuple):
+        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not a tuple", fix)
+    if not all(isinstance(text, str) and text for text in value):
+        raise ConfigurationError(key, value, "an element is not a string, or empty", fix)
+    return tuple(value)
+
+
 def checked_bool(key: str, value: Any) -> bool:
     """The value as a bool. Text such as "False" would count as true."""
     if isinstance(value, str | bytes) or value not in (True, False):

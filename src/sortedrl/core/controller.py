@@ -21,8 +21,6 @@ Guarantees for every strategy:
 - every change is in the event log before it is visible outside.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -32,20 +30,19 @@ from typing import Any, TypeVar
 from sortedrl.core import events
 from sortedrl.core.batch import Batch, StaleTokens, check_staleness
 from sortedrl.core.buffer import Buffer, Group
-from sortedrl.core.checkpoint import check_state
+from sortedrl.core.checkpoint import check_state, restore, saved
 from sortedrl.core.configuration import checked_int, checked_slots
-from sortedrl.core.engine import UNCHANGED, Engine, Sampling, with_defaults
+from sortedrl.core.engine_protocol import UNCHANGED, Engine, Sampling
 from sortedrl.core.events import EventLog
 from sortedrl.core.expectation import Expectation, SensedLengths
 from sortedrl.core.generation import OPEN, Generation
-from sortedrl.core.group_filter import GroupFilter, Keeps
 from sortedrl.core.ledger import Ledger, SlotClock
-from sortedrl.core.parts import check_parts, default_log, filter_of, strategy_of
+from sortedrl.core.parts import Filter, check_parts, default_log, strategy_and_filter
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
-from sortedrl.core.strategies.base import SchedulerState, Strategy, overdue_and_unfinished
+from sortedrl.core.strategies.base import SchedulerState, Strategy, due_and_incomplete
 from sortedrl.core.streaming import Accumulate, StreamedLearner, Streaming, run_beside
 from sortedrl.core.turns import Environments
 
@@ -66,21 +63,20 @@ class Controller:
         *,
         environments: Environments | None = None,  # for rollouts of several turns
         strategy: Strategy | None = None,  # your own instead of `schedule.mode`
-        filter_groups: Keeps | GroupFilter | None = None,  # your own instead of `schedule.filter_groups`
+        filter_groups: Filter | None = None,  # your own instead of `schedule.filter_groups`
         expectation: Expectation | None = None,
         sampling: Sampling | None = None,
         log: EventLog | None = None,  # None: only a `RejectionWatch`, which warns and may stop the run
         max_updates: int | None = None,
         stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
     ) -> None:
-        check_parts(prompts=prompts, scorer=scorer, schedule=schedule)
-        check_parts(optional=True, environments=environments, strategy=strategy, expectation=expectation)
-        learner = None if callable(stream_to) else stream_to
-        check_parts(optional=True, sampling=sampling, log=log, stream_to=learner)
+        check_parts(prompts=prompts, scorer=scorer, schedule=schedule, environments=environments, strategy=strategy)
+        check_parts(expectation=expectation, sampling=sampling, log=log, stream_to=stream_to)
         self.engine = engine
         self.scorer = scorer
         self.schedule = schedule
-        self.strategy = strategy_of(schedule, strategy)
+        self.strategy, found = strategy_and_filter(schedule, strategy, filter_groups)
+        self._filter_name = None if found is None else found.name
         self.log = log or default_log(schedule)
         self.buffer = Buffer()
         self._state = SchedulerState(
@@ -89,17 +85,14 @@ class Controller:
             buffer=self.buffer,
             prompts=prompts,
             expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
-            filter=filter_of(schedule, filter_groups, self.strategy),
         )
         self._clock = SlotClock(engine)
-        release = environments.cancel if environments is not None else None
-        self._ledger = Ledger(self._state, self.strategy, self._clock, self.log, release)
+        self._ledger = Ledger(self._state, self.strategy, self._clock, self.log)
         self._streaming = Streaming(stream_to, self._ledger)
         self.sampling = sampling or Sampling()
-        self._generation = Generation(engine, scorer, environments, self.sampling, self._ledger, self._streaming)
+        self._generation = Generation(engine, scorer, environments, self.sampling, self._ledger, self._streaming, found)
         self._weights: tuple[Any, int] | None = None  # published, not yet in the engine
-        self._published_after = 0  # updates that were handed out at the last `publish`
-        self._unpublished = 0  # batches handed out since the last `publish`, or the start of this object
+        self._unpublished: int | None = None  # batches handed out since the last `publish`, if it was called
         self._batches_left = 0  # of the last harvest, not yet handed out
         self._max_updates = None if max_updates is None else checked_int("max_updates", max_updates, 0)
         self._has_started = False
@@ -134,12 +127,12 @@ class Controller:
     @property
     def ignored_changes(self) -> int:
         """How often the engine reported something about a request that was not running."""
-        return self._generation.reports.ignored
+        return self._generation.engine.ignored
 
     @property
     def kept_fraction(self) -> float:
         """Of the rollouts that `filter_groups` judged last, at least 0.05; 1 without a filter."""
-        return 1.0 if self._state.filter is None else self._state.filter.kept_fraction
+        return self._state.kept_fraction
 
     @property
     def engine_is_behind(self) -> bool:
@@ -177,9 +170,7 @@ class Controller:
 
     def first_event(self) -> events.RunBegan:
         """The first event of every log of this run."""
-        settings, strategy = asdict(self.schedule), self.strategy
-        if self._state.filter is not None:
-            settings["filter_groups"] = self._state.filter.name
+        settings, strategy = asdict(self.schedule) | {"filter_groups": self._filter_name}, self.strategy
         return events.RunBegan(self._clock.now(), self._state.slots, strategy.name, settings, gated=strategy.gated)
 
     def _has_more(self) -> bool:
@@ -199,22 +190,21 @@ class Controller:
         from one harvest cost one weight update. To use the engine before that, as an evaluation does, call
         `update_engine` first."""
         s = self._state
-        if self.schedule.max_staleness is not None and 0 < s.updates == self._published_after:
+        if self.schedule.max_staleness is not None and s.updates > 0 and self._unpublished == 0:
             raise RuntimeError(
                 f"publish was called twice after update {s.updates - 1}: with max_staleness, each batch makes one "
                 "version. Publish once per batch, after the last optimizer step."
             )
-        if weights is None and with_defaults(self.engine).copies_weights:
+        if weights is None and getattr(self.engine, "copies_weights", False):
             raise ValueError(
                 "publish() without weights: the engine has its own copy and would continue with the old ones. "
                 "Pass the learner's weights, or sortedrl.core.UNCHANGED if they have not changed."
             )
-        self._published_after = s.updates
         self._unpublished = 0
         s.version += 1
         s.learning = False
         self._weights = (None if weights is UNCHANGED else weights, s.version)
-        self.log.append(events.Published(self._clock.now(), s.version))
+        self.mark(events.Published, s.version)
         if self.schedule.overlap:
             self.update_engine()
         return s.version
@@ -228,8 +218,7 @@ class Controller:
         self._generation.abort_running()
         self.mark_phase("weights")
         weights, version = self._weights
-        self.engine.update_weights(weights, version)
-        self._generation.reports.engine_version = version
+        self._generation.engine.update_weights(weights, version)
         self._weights = None
         if self.schedule.overlap:
             self._ledger.mark_refill(OPEN, again=True)  # aborted rollouts wait for their slots
@@ -275,19 +264,16 @@ class Controller:
                     return []
                 self._streaming.hand_over()
                 # Fewer are left to wait for, or a cohort has joined that has ready ones.
-                may_suffice = self.buffer.rejected > rejected_before or self._state.filter is not None
+                may_suffice = self.buffer.rejected > rejected_before or self._state.filters
                 if may_suffice and self._has_enough():
                     break
-                if not self._generation.late_scores.give_up():
+                if not self._generation.scores.give_up():
                     self._generation.advance()
             if not self.schedule.overlap:
                 self._generation.abort_running()
-            self._generation.wait_for_scores()
+            self._generation.scores.settle(lambda: self._generation.is_interrupted)
             self._wait_for_learner()
-            batches = self._generation.take()
-            if self.strategy.discards_surplus:
-                self._ledger.discard_surplus(batches)
-            return batches
+            return self._generation.take()
 
     def _wait_for_learner(self) -> None:
         """No batch is handed out while the learner works on a part of it. With `overlap` the engine carries on."""
@@ -305,11 +291,11 @@ class Controller:
         self.update_engine()
         self._generation.load()
         self.mark_phase("harvest")
-        self.log.append(events.HarvestBegan(self._clock.now(), s.harvests, s.version))
+        self.mark(events.HarvestBegan, s.harvests, s.version)
         s.harvests += 1
         s.long_round = None
         s.learning = False
-        s.must_finish = overdue_and_unfinished(s)
+        s.must_finish = due_and_incomplete(s)
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
             s.buffer.rekey(self._ledger.key)
 
@@ -321,7 +307,7 @@ class Controller:
                 "you call controller.publish(weights) once per batch",
                 s.updates,
             )
-        self._unpublished += 1
+        self._unpublished = (self._unpublished or 0) + 1
         rollouts = sorted([m for group in groups for m in group.members], key=attrgetter("length", "id"))
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
@@ -348,21 +334,13 @@ class Controller:
 
     def mark(self, kind: Callable[..., events.Event], *fields: Any) -> None:
         """Log an event of the caller's now: `SettingsChanged` after `restore`, or `Drafted`."""
-        self.log.append(kind(self._clock.now(), *fields))
+        self._ledger.note(kind, *fields)
 
     # Checkpoints, between two batches
 
     def state(self) -> dict[str, Any]:
         """A JSON-ready checkpoint. Raises an error while rollouts are in the engine."""
-        return {
-            "mode": self.strategy.name,
-            "rollouts_per_prompt": self.schedule.rollouts_per_prompt,
-            "slots": self._state.slots,
-            **self._state.state(),
-            **self._generation.loader.state(),
-            "environments": self._generation.turns.state() if self._generation.turns is not None else {},
-            "events": self.log.count,
-        }
+        return saved(self._generation)
 
     def restore(self, state: dict[str, Any], *, last_time: float = 0.0) -> None:
         """Continue from `state`, in a log whose last event that counts has the time `last_time`.
@@ -373,15 +351,7 @@ class Controller:
             raise RuntimeError("this controller has started: restore before its first batch, into a new Controller")
         check_state(state, self.strategy.name, self.schedule.rollouts_per_prompt)
         self._clock.continue_from(last_time)
-        self._generation.reports.restored_version = state["version"]
-        self.log.count = state["events"]
         self._has_started = True
-        self._generation.loader.restore(state)
-        self._state.restore(state, self._ledger.key)
-        self._generation.reports.regenerate_invalid()
-        if self._generation.turns is not None:
-            self._generation.turns.restore(state["environments"])
-        if state.get("slots", slots := self._state.slots) != slots:  # older checkpoints do not have it
-            self.log.append(events.SlotsChanged(self._clock.now(), slots))
-        for rollout in self.buffer.unscored():
+        restore(state, self._generation)
+        for rollout in self.buffer.unscored.values():
             self.scorer.submit(rollout)

@@ -9,10 +9,10 @@ environment from `TurnEnded` until `Observed` (it waits for a slot, with its tok
 `Rejected`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from sortedrl.core.batch import Batch
 
 FORMAT = 3  # changes with any change of the events; 2 was that of sortedrl 0.2, without `Filtered`, `Skipped`
 READABLE_FORMATS = (2, FORMAT)
@@ -236,6 +236,22 @@ class Updated(NamedTuple):
     waited: tuple[int, ...]
 
 
+def updated(at: float, batch: Batch) -> Updated:
+    """The event of its hand-out."""
+    rollouts = batch.rollouts
+    return Updated(
+        at,
+        batch.update,
+        batch.harvest,
+        batch.version,
+        rollouts=tuple([r.id for r in rollouts]),
+        lengths=tuple([r.length for r in rollouts]),
+        rewards=tuple([r.reward or 0.0 for r in rollouts]),
+        segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in rollouts]),
+        waited=tuple([batch.update - r.loaded_at_update for r in rollouts]),
+    )
+
+
 class Published(NamedTuple):
     at: float
     version: int
@@ -255,35 +271,11 @@ class Lost(NamedTuple):
     at: float
 
 
-Event = (
-    RunBegan
-    | SlotsChanged
-    | SettingsChanged
-    | Phase
-    | Loaded
-    | Skipped
-    | HarvestBegan
-    | Submitted
-    | Gate
-    | Started
-    | Preempted
-    | TurnEnded
-    | Observed
-    | EnvironmentFailed
-    | Finished
-    | Aborted
-    | Failed
-    | Regenerated
-    | Scored
-    | Rejected
-    | Filtered
-    | Streamed
-    | Drafted
-    | Updated
-    | Published
-    | RolledBack
-    | Lost
-)
+OfRun = RunBegan | SlotsChanged | SettingsChanged | Phase | RolledBack | Lost
+OfUpdate = Loaded | Skipped | HarvestBegan | Gate | Streamed | Drafted | Updated | Published
+InEngine = Submitted | Started | Preempted | TurnEnded | Finished | Aborted | Failed
+AfterEngine = Observed | EnvironmentFailed | Regenerated | Scored | Rejected | Filtered
+Event = OfRun | OfUpdate | InEngine | AfterEngine
 Sink = Callable[[Any], None]
 
 

@@ -5,8 +5,6 @@ prompt's mean length in the last epoch, else the mean of the finished members of
 finished rollouts.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from bisect import bisect_left, insort
 from collections import deque

@@ -5,8 +5,6 @@ and returns True to keep it. The kept fraction of the last updates tells the str
 will probably add to the coming update.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence

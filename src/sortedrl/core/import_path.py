@@ -1,7 +1,5 @@
 """Your own parts by import path, `your.module:name`: a task, a reward function, an engine, a mode."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -4,23 +4,19 @@ SlotClock   stamps events, numbers slots, counts the tokens that a request made
 Ledger      moves rollouts between states
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.batch import Batch
 from sortedrl.core.buffer import RUNNING, Group, Key
-from sortedrl.core.engine import Engine
+from sortedrl.core.engine_protocol import Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Score
 from sortedrl.core.strategies.base import SchedulerState, Strategy
-from sortedrl.core.wording import counted
-
-SURPLUS = "surplus"  # a reason of `Filtered`
 
 
 class SlotClock:
@@ -55,13 +51,8 @@ class SlotClock:
     def submit(self, rollout: Rollout) -> None:
         self._submitted_length[rollout.id] = rollout.length
 
-    def slot_of(self, rollout: Rollout) -> int | None:
-        return self._slot_of.get(rollout.id)
-
-    def take_slot(self, rollout: Rollout) -> int | None:
-        """The slot number that the rollout gets; None if all slots are taken."""
-        if not self._free_slots:
-            return None
+    def take_slot(self, rollout: Rollout) -> int:
+        """The slot number that the rollout gets."""
         slot = self._slot_of[rollout.id] = heapq.heappop(self._free_slots)
         return slot
 
@@ -80,42 +71,43 @@ class SlotClock:
 class Ledger:
     """Invariant: the buffer, the slot clock and the event log agree after every call.
 
+    `on_complete` is called with each group whose last member has its reward: dynamic sampling may discard it.
     `release(rollout id)` is called when a rollout needs its environment no longer: it has a reward, its tokens were
-    dropped, or it was rejected."""
+    dropped, or it was rejected. The moves between two turns are in turns.py."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        strategy: Strategy,
-        clock: SlotClock,
-        log: EventLog,
-        release: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, state: SchedulerState, strategy: Strategy, clock: SlotClock, log: EventLog) -> None:
         self.state = state
         self.strategy = strategy
         self.clock = clock
         self.log = log
-        self._release = release
+        self.on_complete: Callable[[Group], None] = lambda group: None
+        self.release: Callable[[int], None] = lambda id: None
         self._phase = self._refill = ""
 
     def key(self, rollout: Rollout) -> Key:
-        """The rollout's place in the queue of waiting rollouts. Older cohorts, if a later one joined, are first."""
+        """The rollout's place in the queue of waiting rollouts. What the coming update waits for is first."""
         s = self.state
-        if s.filter is not None and self.strategy.gated and s.is_of_older_cohort(s.buffer.group_of(rollout)):
+        if s.must_finish and s.buffer.group_of(rollout) in s.must_finish:
             return (-1,)
         return self.strategy.key(rollout, s)
+
+    # The log
+
+    def note(self, kind: Callable[..., events.Event], *fields: Any) -> None:
+        """Log what happens now."""
+        self.log.append(kind(self.clock.now(), *fields))
 
     def mark_phase(self, phase: str) -> None:
         """Log the phase that starts now, unless it is the current one."""
         if phase != self._phase:
             self._phase = phase
-            self.log.append(events.Phase(self.clock.now(), phase))
+            self.note(events.Phase, phase)
 
     def mark_refill(self, why: str, *, again: bool = False) -> None:
         """Log whether free slots get work from now on, if that has changed or it must be stated `again`."""
         if again or why != self._refill:
             self._refill = why
-            self.log.append(events.Gate(self.clock.now(), why))
+            self.note(events.Gate, why)
 
     # Into the engine and out of it
 
@@ -133,23 +125,19 @@ class Ledger:
     def _submit(self, rollout: Rollout) -> Rollout:
         rollout.expected = float(self.state.expected(rollout))  # an expectation may return any kind of number
         self.clock.submit(rollout)
+        at, prompt_tokens, prefix = self.clock.now(), len(rollout.prompt.tokens), rollout.length
         self.log.append(
-            events.Submitted(
-                self.clock.now(),
-                rollout.id,
-                rollout.attempt,
-                len(rollout.prompt.tokens),
-                rollout.length,
-                rollout.expected,
-            )
+            events.Submitted(at, rollout.id, rollout.attempt, prompt_tokens, prefix, rollout.expected),
         )
         return rollout
 
-    def end_turn(self, rollout: Rollout, at: float) -> None:
-        """It leaves its slot and goes to its environment."""
-        made = self.clock.leave(rollout)
-        self.state.buffer.end_turn(rollout)
-        self.log.append(events.TurnEnded(at, rollout.id, made, rollout.length))
+    def take_slot(self, rollout: Rollout, at: float) -> None:
+        self.log.append(events.Started(at, rollout.id, self.clock.take_slot(rollout)))
+
+    def lose_slot(self, rollout: Rollout, at: float, recompute: int) -> None:
+        """It waits in the engine's queue again."""
+        self.clock.free_slot(rollout)
+        self.log.append(events.Preempted(at, rollout.id, recompute))
 
     def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
         """It ended in the engine, or in its environment."""
@@ -161,150 +149,82 @@ class Ledger:
     def abort(self, rollout: Rollout, at: float) -> None:
         """The engine stopped it: it waits again, with its tokens if the mode keeps them."""
         made, length = self.clock.leave(rollout), rollout.length
-        dropped = self.state.buffer.put_back(rollout, keep=self.strategy.keeps_tokens, key=self.key)
+        dropped = self._put_back(rollout, keep=self.strategy.keeps_tokens)
         self.log.append(events.Aborted(at, rollout.id, made, length, dropped))
-        if dropped:
-            self._release_environment(rollout)
 
-    def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool = True) -> None:
+    def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool) -> None:
         """The engine lost it: it waits again, or is rejected after `max_retries`. `keep`: its tokens are valid."""
-        schedule = self.state.schedule
         made = self.clock.leave(rollout)
-        rollout.failures += 1
-        can_resume = keep and self.strategy.keeps_tokens and schedule.room_for(rollout) > 0
-        dropped = self.state.buffer.put_back(rollout, keep=can_resume, key=self.key)
+        can_resume = keep and self.strategy.keeps_tokens and self.state.schedule.room_for(rollout) > 0
+        dropped = self._put_back(rollout, keep=can_resume)
         self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
-        if dropped:
-            self._release_environment(rollout)
-        if rollout.failures > schedule.max_retries:
-            self.reject(rollout, f"failed {counted(rollout.failures, 'time')}, last: {reason}")
+        self.may_try_again(rollout, reason)
 
-    # In its environment
-
-    def observe(self, rollout: Rollout, tokens: Sequence[int]) -> None:
-        """Its environment answered: it waits for a slot."""
-        self.state.buffer.observe(rollout, tokens)
-        self.log.append(events.Observed(self.clock.now(), rollout.id, len(tokens), rollout.length))
-
-    def fail_environment(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
-        """Its environment failed. Whether it may be asked again: after `max_retries` failures it is rejected."""
+    def may_try_again(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
+        """Count a failure of it; after more than `max_retries` it is rejected."""
         rollout.failures += counts
-        self.log.append(events.EnvironmentFailed(self.clock.now(), rollout.id, reason))
-        self._release_environment(rollout)
         if rollout.failures <= self.state.schedule.max_retries:
             return True
-        self.reject(rollout, f"failed {counted(rollout.failures, 'time')}, last: {reason}")
+        times = "1 time" if rollout.failures == 1 else f"{rollout.failures} times"
+        self.reject(rollout, f"failed {times}, last: {reason}")
         return False
-
-    def _release_environment(self, rollout: Rollout) -> None:
-        if self._release is not None:
-            self._release(rollout.id)
 
     # After the engine
 
     def score(self, scored: Score) -> None:
         """Take in a score. Without a usable reward the rollout is rejected, or regenerated if its turns were lost. The
         score of an old attempt is ignored."""
-        buffer = self.state.buffer
-        rollout = buffer.awaiting_score(scored.rollout_id, scored.attempt)
+        rollout = self.state.buffer.awaiting_score(scored.rollout_id, scored.attempt)
         if rollout is None:
             return
         reward, error = scored.outcome()
-        if error is not None:
-            rollout.failures += scored.is_lost and scored.counts
-            if scored.is_lost and rollout.failures <= self.state.schedule.max_retries:
-                self.regenerate(rollout, error)
-            else:
-                self.reject(rollout, f"{events.NO_REWARD}{error}")
+        if error is None:
+            group = self.state.buffer.score(rollout, reward, scored.detail)
+            self.log.append(events.Scored(self.clock.now(), rollout.id, reward))
+            self.release(rollout.id)
+            self._note_if_complete(group)
             return
-        group = buffer.score(rollout, reward, scored.detail)
-        self.log.append(events.Scored(self.clock.now(), rollout.id, reward))
-        self._release_environment(rollout)
-        self._note_if_complete(group)
+        rollout.failures += scored.is_lost and scored.counts
+        if scored.is_lost and rollout.failures <= self.state.schedule.max_retries:
+            self.regenerate(rollout, error)
+        else:
+            self.reject(rollout, f"{events.NO_REWARD}{error}")
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:
         """Drop the tokens of a rollout that is not in the engine; it waits again."""
-        dropped = self.state.buffer.regenerate(rollout, self.key)
-        self.log.append(events.Regenerated(self.clock.now(), rollout.id, dropped, reason))
-        self._release_environment(rollout)
+        self.note(events.Regenerated, rollout.id, self._put_back(rollout, keep=False), reason)
 
-    def regenerate_incomplete_groups(self) -> None:
-        """Drop the scored members of groups that are not complete: their tokens are those of the old weights."""
-        for group in list(self.state.buffer.groups()):
-            if group.missing:
-                for rollout in group.members:
-                    if rollout.reward is not None:
-                        self.regenerate(rollout, "unfinished members of its group")
+    def _put_back(self, rollout: Rollout, *, keep: bool) -> int:
+        """It waits again; returns how many tokens were dropped."""
+        if not keep:
+            self.release(rollout.id)
+        return self.state.buffer.put_back(rollout, keep=keep, key=self.key)
 
     def reject(self, rollout: Rollout, reason: str) -> None:
         """For good."""
         group = self.state.buffer.group_of(rollout)
-        dropped = self.state.buffer.reject(rollout)
-        self.log.append(events.Rejected(self.clock.now(), rollout.id, dropped, reason))
-        self._release_environment(rollout)
+        self.note(events.Rejected, rollout.id, self.state.buffer.reject(rollout), reason)
+        self.release(rollout.id)
         self._note_if_complete(group)
+
+    def _note_if_complete(self, group: Group) -> None:
+        if not group.missing:
+            self.state.must_finish.discard(group)
+            if group.members:
+                self.on_complete(group)
 
     def train(self, batch: Batch, groups: Sequence[Group]) -> None:
         """`groups` go to the learner as `batch`."""
-        rollouts = batch.rollouts
-        self.log.append(
-            events.Updated(
-                at=self.clock.now(),
-                update=batch.update,
-                harvest=batch.harvest,
-                version=batch.version,
-                rollouts=tuple([r.id for r in rollouts]),
-                lengths=tuple([r.length for r in rollouts]),
-                rewards=tuple([r.reward or 0.0 for r in rollouts]),
-                segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in rollouts]),
-                waited=tuple([batch.update - r.loaded_at_update for r in rollouts]),
-            )
-        )
+        self.log.append(events.updated(self.clock.now(), batch))
         for group in groups:
             self.state.buffer.train(group)
         self.state.filtered_rewards.clear()
-        self._forget_expectations(batch)
+        self.forget_expectations(batch)
 
-    def discard_surplus(self, batches: Sequence[Sequence[Group]]) -> None:
-        """Filter the ready groups that are in no batch."""
-        taken = {group.id for batch in batches for group in batch}
-        ready = [group for number in self.state.buffer.gates for group in self.state.buffer.ready_groups(number)]
-        for group in ready:
-            if group.id not in taken:
-                self._filter(group, SURPLUS)
-
-    def _filter(self, group: Group, reason: str) -> None:
-        s, rollouts = self.state, tuple(group.members)
-        rewards = [rollout.reward or 0.0 for rollout in rollouts]
-        s.filtered_rewards += [(rollout.cohort, reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
-        s.buffer.filter(group)
-        self.log.append(
-            events.Filtered(
-                at=self.clock.now(),
-                rollouts=tuple([rollout.id for rollout in rollouts]),
-                tokens=sum(rollout.policy_length for rollout in rollouts),
-                reason=reason,
-                reward=sum(rewards) / len(rewards),
-            )
-        )
-        self._forget_expectations(rollouts)
-
-    def _forget_expectations(self, rollouts: Iterable[Rollout]) -> None:
+    def forget_expectations(self, rollouts: Iterable[Rollout]) -> None:
         """Of prompts that are not loaded again."""
         s, per_prompt = self.state, self.state.schedule.rollouts_per_prompt
         if per_prompt == 1 or s.schedule.whole_groups:
             for rollout in rollouts:
-                if s.prompts.is_in_last_epoch(rollout.id // per_prompt):
+                if s.prompts.epoch_of(rollout.id // per_prompt) >= s.prompts.epochs - 1:
                     s.expectation.forget(rollout.prompt.id)
-
-    def _note_if_complete(self, group: Group) -> None:
-        if group.missing:
-            return
-        self.state.must_finish.discard(group.id)
-        if self.state.filter is not None and group.members:
-            reason = self.state.filter.decide(group.members)
-            place = group.id // self.state.schedule.rollouts_per_prompt
-            self.state.filter.note(group.members[0].prompt.id, self.state.prompts.epoch_of(place), is_kept=not reason)
-            if reason:
-                self._filter(group, reason)
-                self.state.filter.check_fraction()

@@ -1,15 +1,11 @@
 """Loading: prompts become waiting rollouts. Also how many updates the prompts of a run give."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.buffer import Buffer
 from sortedrl.core.expectation import SensedLengths
-from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout
@@ -25,62 +21,35 @@ class PromptLoader:
         self._ledger = ledger
         self._state = ledger.state
         self._seed_state = mixing(0, ledger.state.schedule.seed)
-        self._next_id = 0
-        self._prompts_loaded = 0
-        self._cohorts_loaded = 0
+        self.next_id = 0
+        self.prompts_loaded = 0
+        self.cohorts_loaded = 0
 
     def load(self) -> bool:
         """Whether anything was loaded."""
         s = self._state
-        joins = self._ledger.strategy.gated and s.is_short and s.buffer.untrained > 0
-        if joins and len(s.buffer.gates) > 1:
-            s.buffer.join_next_gate()
-            s.buffer.rekey(self._ledger.key)
-            return True
         count = self._ledger.strategy.to_load(s) if s.prompts.remaining else 0
         if count <= 0:
             return False
         prompts = s.prompts.take(count, within_epoch=self._ledger.strategy.gated)
         cohort = self._next_cohort()
-        self._cohorts_loaded += 1
-        gate = s.buffer.gate if joins else None
-        if s.filter is None or s.schedule.revisit_filtered == 1:
-            self._load_groups(prompts, cohort, gate)
-        else:
-            for is_skipped, run in groupby(self._with_ages(prompts, s.filter), lambda one: one[1] is not None):
-                some = list(run)
-                if is_skipped:
-                    self._skip(some)
-                else:
-                    self._load_groups([prompt for prompt, _ in some], cohort, gate)
-        if joins:  # what is left of the older cohort comes first now
-            s.buffer.rekey(self._ledger.key)
+        self.cohorts_loaded += 1
+        self._load_prompts(prompts, cohort)
         return True
 
-    def _with_ages(self, prompts: Sequence[Prompt], of: GroupFilter) -> list[tuple[Prompt, int | None]]:
-        """Each prompt, with the epochs since its last visit if it is skipped now."""
-        s, first = self._state, self._next_id // self._state.schedule.rollouts_per_prompt
-        return [(p, of.age_if_skipped(p.id, s.prompts.epoch_of(first + i))) for i, p in enumerate(prompts)]
-
-    def _skip(self, prompts: Sequence[tuple[Prompt, int | None]]) -> None:
-        """They use up their ids: a rollout's id tells its prompt's place in the order of training."""
-        ids, ages = tuple([prompt.id for prompt, _ in prompts]), tuple([age or 0 for _, age in prompts])
-        self._ledger.log.append(events.Skipped(self._ledger.clock.now(), self._next_id, ids, ages))
-        self._next_id += len(prompts) * self._state.schedule.rollouts_per_prompt
-
-    def _load_groups(self, prompts: Sequence[Prompt], cohort: int, gate: int | None) -> None:
-        self._prompts_loaded += len(prompts)
+    def _load_prompts(self, prompts: Sequence[Prompt], cohort: int) -> None:
+        self.prompts_loaded += len(prompts)
         rollouts = len(prompts) * self._state.schedule.rollouts_per_prompt
         ids = tuple([prompt.id for prompt in prompts])
-        self._ledger.log.append(events.Loaded(self._ledger.clock.now(), cohort, self._next_id, rollouts, ids))
+        self._ledger.log.append(events.Loaded(self._ledger.clock.now(), cohort, self.next_id, rollouts, ids))
         for prompt in prompts:
-            self._load_group(prompt, cohort, gate)
+            self._load_group(prompt, cohort)
 
     def _next_cohort(self) -> int:
         """That of the next prompt. Without a gate, prompts are numbered into cohorts in load order, for statistics."""
         if self._ledger.strategy.gated:
-            return self._cohorts_loaded
-        return self._prompts_loaded // self._state.prompts_per_cohort
+            return self.cohorts_loaded
+        return self.prompts_loaded // self._state.prompts_per_cohort
 
     def complete_cohorts(self, batch: Sequence[Rollout]) -> int:
         """Cohorts of which nothing is left but this batch: all before that of the oldest other rollout."""
@@ -88,22 +57,22 @@ class PromptLoader:
         oldest = next((rollout for rollout in self._state.buffer.live.values() if rollout not in now), None)
         return self._next_cohort() if oldest is None else oldest.cohort
 
-    def _load_group(self, prompt: Prompt, cohort: int, gate: int | None) -> None:
-        """`gate`: the one that its cohort joins; None: its own, or the only one if the mode has none."""
+    def _load_group(self, prompt: Prompt, cohort: int) -> None:
         s, schedule = self._state, self._state.schedule
-        ids = range(self._next_id, self._next_id + schedule.rollouts_per_prompt)
+        ids = range(self.next_id, self.next_id + schedule.rollouts_per_prompt)
         members = [
             Rollout(id, prompt, index, cohort, mixing(self._seed_state, id) >> 1, s.updates)
             for index, id in enumerate(ids)
         ]
-        self._next_id += len(members)
-        if gate is None:
-            gate = cohort if self._ledger.strategy.gated else 0
-        s.buffer.load(members, gate, whole_groups=schedule.whole_groups, key=self._ledger.key)
+        self.next_id += len(members)
+        s.buffer.load(members, self._gate_of(cohort), whole_groups=schedule.whole_groups, key=self._ledger.key)
         limit = self._limit_exceeded_by(len(prompt.tokens))
         if limit:
             for rollout in list(members):  # a copy: the group's own list shrinks with each rejection
                 self._ledger.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, {limit}")
+
+    def _gate_of(self, cohort: int) -> int:
+        return cohort if self._ledger.strategy.gated else 0
 
     def _limit_exceeded_by(self, prompt_tokens: int) -> str:
         """Empty if the prompt is short enough."""
@@ -113,18 +82,6 @@ class PromptLoader:
         if context is not None and prompt_tokens >= context:
             return f"max_context_tokens is {context}, for prompt and response together"
         return ""
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "next_id": self._next_id,
-            "prompts_loaded": self._prompts_loaded,
-            "cohorts_loaded": self._cohorts_loaded,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._next_id = state["next_id"]
-        self._prompts_loaded = state["prompts_loaded"]
-        self._cohorts_loaded = state["cohorts_loaded"]
 
 
 def updates_in_all(strategy: Strategy, schedule: Schedule, prompts: int, epochs: int) -> int:

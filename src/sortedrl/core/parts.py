@@ -1,7 +1,5 @@
 """The parts of a controller: those that were passed are checked, the others get their defaults."""
 
-from __future__ import annotations
-
 import logging
 
 from sortedrl.core.events import EventLog
@@ -12,22 +10,21 @@ from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import group_filter, strategy_named
 from sortedrl.core.wording import kind_of
 
+Filter = Keeps | GroupFilter  # what Controller(filter_groups=...) takes
 _log = logging.getLogger("sortedrl.core.controller")
 
 
-def strategy_of(schedule: Schedule, strategy: Strategy | None) -> Strategy:
-    """The one that was passed, or that the schedule names. Raises ConfigurationError if it does not fit."""
+def strategy_and_filter(
+    schedule: Schedule, strategy: Strategy | None = None, filter_groups: Filter | None = None
+) -> tuple[Strategy, GroupFilter | None]:
+    """Those that were passed, or that the schedule names. Raises ConfigurationError if they do not fit together."""
     strategy = strategy or strategy_named(schedule.mode)
     schedule.check_cohort()
     strategy.check(schedule)
-    return strategy
-
-
-def filter_of(schedule: Schedule, given: Keeps | GroupFilter | None, strategy: Strategy) -> GroupFilter | None:
-    found = given if isinstance(given, GroupFilter) else group_filter(schedule, given)
+    found = filter_groups if isinstance(filter_groups, GroupFilter) else group_filter(schedule, filter_groups)
     if found is not None:
         strategy.check_filter()
-    return found
+    return strategy, found
 
 
 def default_log(schedule: Schedule) -> EventLog:
@@ -35,6 +32,7 @@ def default_log(schedule: Schedule) -> EventLog:
     return EventLog(RejectionWatch(schedule.rollouts_needed, log=_log.warning))
 
 
+_OPTIONAL = {"environments", "strategy", "expectation", "sampling", "log", "stream_to"}
 _PARTS = {  # a member that each part has, and what to pass
     "prompts": ("take", "Prompts(dataset), where the dataset is a list of Prompt(id, token_ids)"),
     "scorer": ("collect", "ScoreAtOnce(reward), where reward(rollout) returns a number"),
@@ -48,9 +46,11 @@ _PARTS = {  # a member that each part has, and what to pass
 }
 
 
-def check_parts(*, optional: bool = False, **parts: object) -> None:
+def check_parts(**parts: object) -> None:
     """Refuse what was passed in a wrong place, such as a class, or a list of prompts. Raises TypeError."""
     for name, part in parts.items():
         needed, instead = _PARTS[name]
-        if not (optional and part is None) and (isinstance(part, type) or not hasattr(part, needed)):
+        is_left_out = part is None and name in _OPTIONAL
+        is_function = callable(part) and name == "stream_to"
+        if not (is_left_out or is_function) and (isinstance(part, type) or not hasattr(part, needed)):
             raise TypeError(f"{name} is {kind_of(part)}: pass {instead}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_int
 from sortedrl.core.rollout import Prompt
@@ -32,12 +31,8 @@ class Prompts:
         return self._size - self.position
 
     def epoch_of(self, place: int) -> int:
-        """The epoch (from 0) of the prompt that was taken as number `place`."""
+        """The epoch (from 0) of the prompt that was taken as number `place` (from 0)."""
         return place // self._size
-
-    def is_in_last_epoch(self, place: int) -> bool:
-        """Whether the prompt that was taken as number `place` (from 0) belongs to the last epoch."""
-        return place >= (self.epochs - 1) * self._size
 
     def taken_at(self, places: Collection[int]) -> dict[int, Prompt]:
         """The prompts that were taken as these numbers (from 0). No other one is read."""
@@ -75,22 +70,8 @@ class Prompts:
             random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
-    def state(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, **self._order_settings()}
-
-    def _order_settings(self) -> dict[str, Any]:
-        """What the order of the prompts depends on, besides the dataset itself."""
-        return {"size": self._size, "seed": self.seed, "shuffle": self.shuffle}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        own = self._order_settings()
-        saved = {name: state.get(name, value) for name, value in own.items()}  # older versions did not save `shuffle`
-        if saved != own:
-            before, now = (
-                f"{one['size']} prompts, seed = {one['seed']} and shuffle = {one['shuffle']}" for one in (saved, own)
-            )
-            raise ValueError(f"the checkpoint was made with {before}, this run has {now}: resume with the same order")
-        self.epoch, self.position = state["epoch"], state["position"]
-        epochs_left = self.epochs - 1 - self.epoch  # below 0 if a run is resumed with fewer epochs
-        self.remaining = max(0, self.remaining_in_epoch + epochs_left * len(self.dataset))
-        self._order = self._permutation(self.epoch)
+    def go_to(self, epoch: int, position: int) -> None:
+        """Continue there, as a resumed run does, perhaps one with fewer epochs."""
+        self.epoch, self.position = epoch, position
+        self.remaining = max(0, self.remaining_in_epoch + (self.epochs - 1 - epoch) * self._size)
+        self._order = self._permutation(epoch)

@@ -1,13 +1,9 @@
 """Stops a run in which too many rollouts are rejected: a reward function that always fails must not go unnoticed.
 
-    watch = RejectionWatch(schedule.rollouts_needed, log=print)
-    controller = Controller(engine, prompts, scorer, schedule, log=EventLog(watch))
-    for batch in controller: ...        # raises TooManyRejected
+    Controller(engine, prompts, scorer, schedule, log=EventLog(RejectionWatch(schedule.rollouts_needed, log=print)))
 
 It logs the first rejection at once and new reasons as they occur, at most one line per `SECONDS_BETWEEN_LINES`.
 """
-
-from __future__ import annotations
 
 import re
 import time

@@ -165,10 +165,6 @@ class Rollout:
         """1 where the policy sampled the token, 0 where it did not."""
         return [bit for segment in self.segments for bit in _mask_of(segment)]
 
-    @property
-    def ends_with_policy_token(self) -> bool:
-        return bool(self.segments) and not self.segments[-1].is_environment
-
     def append(self, segment: Segment) -> None:
         """Add tokens of the policy at the end. Tokens of the same version extend the last segment."""
         added = len(segment.tokens)
@@ -195,7 +191,7 @@ class Rollout:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add an answer of the environment, after a turn of the policy."""
-        if not self.ends_with_policy_token or not len(tokens):
+        if not self.segments or self.segments[-1].is_environment or not len(tokens):
             raise ValueError(f"rollout {self.id}: an observation has tokens, and a turn of the policy comes before it")
         self.length += len(tokens)
         self.segments.append(Segment(tokens, [0.0] * len(tokens), ENVIRONMENT))

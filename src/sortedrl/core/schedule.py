@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float, checked_int
+from sortedrl.core.configuration import ConfigurationError, checked_bool, checked_float, checked_int, checked_text
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.wording import kind_of
 
 # Of the settings that are numbers: what each must be. A whole number is at least 1 unless it is named here.
 _LEAST: dict[str, int | None] = {"seed": None, "max_retries": 0}
@@ -91,22 +90,6 @@ class Schedule:
             return left
         return min(left, self.max_context_tokens - len(rollout.prompt.tokens) - rollout.length)
 
-    def limit_of_cut(self, rollout: Rollout) -> str:
-        """The limit that cut its last turn."""
-        has_room = self.response_length(rollout) < self.max_response_tokens
-        return "max_context_tokens" if has_room else "max_response_tokens"
-
-    def limit_reached(self, rollout: Rollout, observed: int) -> str:
-        """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
-        if self.max_turns is not None and rollout.observations + 1 >= self.max_turns:
-            return "max_turns"
-        if self.response_length(rollout) + observed * self.count_observations >= self.max_response_tokens:
-            return "max_response_tokens"
-        context = self.max_context_tokens
-        if context is not None and len(rollout.prompt.tokens) + rollout.length + observed >= context:
-            return "max_context_tokens"
-        return ""
-
     @property
     def rollouts_per_cohort(self) -> int | None:
         return None if self.prompts_per_cohort is None else self.prompts_per_cohort * self.rollouts_per_prompt
@@ -136,7 +119,4 @@ def _checked(key: str, kind: str, value: Any) -> Any:
         return checked_int(key, value, _LEAST.get(key, 1))
     if kind.startswith("float"):
         return checked_float(key, value, *_NUMBERS[key])
-    if not isinstance(value, str):
-        what, fix = _NAMES[key]
-        raise ConfigurationError(key, value, f"this is {kind_of(value)}, not the name of {what}", fix)
-    return value
+    return checked_text(key, value, *_NAMES[key])

@@ -1,16 +1,11 @@
 """Scoring runs in parallel with generation: a rollout is submitted when it finishes, its reward is collected later."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.user_values import as_reward, reason_of
-
-SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine generates
-SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts are checked
 
 
 class Score(NamedTuple):
@@ -55,33 +50,6 @@ class Scorer(Protocol):
     @abstractmethod
     def wait(self, timeout_seconds: float) -> None:
         """Block until something can be collected or the time is up."""
-
-
-class Awaited(Protocol):
-    """A scorer or the environments: work that goes on beside generation."""
-
-    @property
-    def pending(self) -> int: ...
-
-    def wait(self, timeout_seconds: float) -> None: ...
-
-
-def poll_deadline(awaited: Awaited, now: Callable[[], float], until: float | None) -> float | None:
-    """Until when to poll the engine, at most `until`: only briefly while something may arrive meanwhile."""
-    if not awaited.pending or _wakes_engine(awaited):
-        return until
-    soon = now() + SCORE_CHECK_SECONDS
-    return soon if until is None else min(soon, until)
-
-
-def wait_briefly(awaited: Awaited, seconds: float) -> None:
-    """Wait for something to arrive, in steps that are short enough to notice an interrupt."""
-    seconds = max(0.0, seconds)  # the clock may have passed the deadline since it was checked
-    awaited.wait(seconds if _wakes_engine(awaited) else min(seconds, SCORE_WAIT_STEP_SECONDS))
-
-
-def _wakes_engine(awaited: Awaited) -> bool:
-    return bool(getattr(awaited, "wakes_engine", False))
 
 
 class ScoreAtOnce:

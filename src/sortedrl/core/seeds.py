@@ -1,7 +1,5 @@
 """A small hash for seeds: the same numbers give the same result on every machine."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 

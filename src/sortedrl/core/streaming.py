@@ -12,8 +12,6 @@ Invariants:
   most, never a rollout.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -28,15 +28,16 @@ cancels, and submits again up to `max_retries` times; then the rollout is reject
 but the last one of a rollout is void.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from sortedrl.core import events
 from sortedrl.core.ledger import Ledger
-from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Score, poll_deadline, wait_briefly
+from sortedrl.core.rollout import Rollout, State
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.scoring import Score
+from sortedrl.core.waiting import poll_deadline, wait_briefly
 
 CANNOT_BRING_BACK = "its environment cannot bring back the turns so far"
 
@@ -115,11 +116,11 @@ class Turns:
     def __init__(
         self, environments: Environments, ledger: Ledger, now: Callable[[], float], score: Callable[[Rollout], None]
     ) -> None:
+        ledger.release = environments.cancel
         self._environments = environments
         self._ledger = ledger
         self._buffer = ledger.state.buffer
         self._schedule = ledger.state.schedule
-        self._clock = ledger.clock
         self._now = now
         self._score = score
         self._calls: dict[int, _Call] = {}  # by rollout id; earliest deadline first, because all have the same time
@@ -127,7 +128,10 @@ class Turns:
         self._lost: list[Rollout] = []  # after `restore`: rollouts whose turns cannot be brought back
 
     def end_turn(self, rollout: Rollout, at: float) -> None:
-        self._ledger.end_turn(rollout, at)
+        """It leaves its slot and goes to its environment."""
+        made = self._ledger.clock.leave(rollout)
+        self._buffer.move(rollout, State.ENVIRONMENT)
+        self._ledger.log.append(events.TurnEnded(at, rollout.id, made, rollout.length))
         self._submit(rollout)
 
     def _submit(self, rollout: Rollout, *, is_retry: bool = False) -> None:
@@ -168,31 +172,36 @@ class Turns:
     def _take(self, answer: Answer, rollout: Rollout, call: _Call) -> None:
         fault = answer.error or fault_of(answer)
         if answer.is_lost:
-            if self._ledger.fail_environment(rollout, CANNOT_BRING_BACK, counts=answer.counts and not call.is_retry):
+            if self._may_ask_again(rollout, CANNOT_BRING_BACK, counts=answer.counts and not call.is_retry):
                 self._ledger.regenerate(rollout, CANNOT_BRING_BACK)
         elif fault is not None:
             self._fail(rollout, f"its environment: {fault}")
         elif answer.observation is None:
-            self._end(rollout, answer)
-        else:
-            limit = self._schedule.limit_reached(rollout, len(answer.observation))
-            if limit:
-                rollout.ended_by = limit
-                self._ledger.finish(rollout, self._clock.now(), truncated=True)
+            self._ledger.finish(rollout, self._ledger.clock.now(), truncated=False)
+            if answer.reward is None:
                 self._score(rollout)
             else:
-                self._ledger.observe(rollout, answer.observation)
+                self._ledger.score(Score(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
+        else:
+            limit = limit_reached(self._schedule, rollout, len(answer.observation))
+            if limit:
+                rollout.ended_by = limit
+                self._ledger.finish(rollout, self._ledger.clock.now(), truncated=True)
+                self._score(rollout)
+            else:
+                rollout.observe(answer.observation)
+                self._buffer.move(rollout, State.RETURNING)
+                self._ledger.note(events.Observed, rollout.id, len(answer.observation), rollout.length)
 
     def _fail(self, rollout: Rollout, reason: str) -> None:
-        if self._ledger.fail_environment(rollout, reason):
+        if self._may_ask_again(rollout, reason):
             self._submit(rollout, is_retry=True)
 
-    def _end(self, rollout: Rollout, answer: Answer) -> None:
-        self._ledger.finish(rollout, self._clock.now(), truncated=False)
-        if answer.reward is None:
-            self._score(rollout)
-        else:
-            self._ledger.score(Score(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
+    def _may_ask_again(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
+        """Its environment failed. If that was once too often, it is rejected."""
+        self._ledger.note(events.EnvironmentFailed, rollout.id, reason)
+        self._environments.cancel(rollout.id)
+        return self._ledger.may_try_again(rollout, reason, counts=counts)
 
     # Harvests and checkpoints
 
@@ -244,3 +253,21 @@ def fault_of(answer: Answer) -> str | None:
     if not all(type(token) is int and token >= 0 for token in tokens):
         return "an observation has a token id that is not an integer of 0 or more"
     return None
+
+
+def limit_of_cut(schedule: Schedule, rollout: Rollout) -> str:
+    """The limit that cut its last turn."""
+    has_room = schedule.response_length(rollout) < schedule.max_response_tokens
+    return "max_context_tokens" if has_room else "max_response_tokens"
+
+
+def limit_reached(schedule: Schedule, rollout: Rollout, observed: int) -> str:
+    """The limit that leaves no room for another turn after an observation of so many tokens; empty if none does."""
+    if schedule.max_turns is not None and rollout.observations + 1 >= schedule.max_turns:
+        return "max_turns"
+    if schedule.response_length(rollout) + observed * schedule.count_observations >= schedule.max_response_tokens:
+        return "max_response_tokens"
+    context = schedule.max_context_tokens
+    if context is not None and len(rollout.prompt.tokens) + rollout.length + observed >= context:
+        return "max_context_tokens"
+    return ""

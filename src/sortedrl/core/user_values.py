@@ -1,7 +1,5 @@
 """What users pass and what their code returns: a dataset, a reward that can be trained on, an error in one line."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real

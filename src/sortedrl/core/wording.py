@@ -1,7 +1,5 @@
 """Counts and kinds of values in printed text, and text from outside that is safe to print."""
 
-from __future__ import annotations
-
 # C0 and C1 codes move the cursor, set the title or clear the screen; bidirectional marks reorder what is read.
 _CONTROL = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: chr(code).encode("unicode_escape").decode() for code in _CONTROL}

@@ -10,8 +10,6 @@ In bfloat16 a few unlikely tokens, such as those after EOS, can differ by a nat 
 the median over a probe's tokens; the mean may be ten times as large.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real

@@ -4,8 +4,6 @@ Drawn from distributions, or replayed from the event log of a run. An episode de
 request's seed, as lengths do (lengths.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

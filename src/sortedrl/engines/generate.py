@@ -1,13 +1,10 @@
 """Run requests to their end on an engine, outside of the scheduler: evaluations, probes, warm-ups."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 
-from sortedrl.core.checkpoint import plain
 from sortedrl.core.engine import Engine, Request, RequestFailed, RequestFinished, Tokens
-from sortedrl.core.engine_checks import checked_changes
+from sortedrl.core.engine_checks import checked_changes, plain
 from sortedrl.core.rollout import Segment
 from sortedrl.core.wording import counted
 

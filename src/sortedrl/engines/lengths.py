@@ -2,24 +2,25 @@
 
 A length depends only on the prompt and the request's seed, as with a real model: a resumed request keeps its length,
 and a regenerated one with another seed draws a new one.
-"""
 
-from __future__ import annotations
+Beside them: which groups have equal rewards, and a wrapper that forces lengths on any engine.
+"""
 
 import csv
 import io
 import json
 import math
 import reprlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import NormalDist
 
-from sortedrl.core.engine import Request
-from sortedrl.core.rollout import Prompt
+from sortedrl.core.engine import Change, Engine, ForwardingEngine, Request, RequestFinished
+from sortedrl.core.engine_checks import checked_changes
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.seeds import derive_seed, mixing
 from sortedrl.engines.step_time import delimiter_of
 
@@ -231,3 +232,75 @@ def number_of(prompt: Prompt) -> int:
 
 def normal(bits: int) -> float:
     return _NORMAL.inv_cdf(((bits >> 10) + 0.5) / (1 << 53))
+
+
+# Groups of equal rewards, which dynamic sampling filters
+
+EqualGroups = Callable[[Rollout], bool]  # whether the rewards of its group are equal
+
+
+@dataclass(frozen=True)
+class DrawnEqual:
+    """Each visit of a prompt with the same probability, independent of its lengths."""
+
+    fraction: float
+
+    def __call__(self, rollout: Rollout) -> bool:
+        return derive_seed(rollout.group, 11) % 1_000_000 < self.fraction * 1_000_000
+
+
+@dataclass(frozen=True)
+class RecordedEqual:
+    """The prompts whose recorded rewards are equal, with the lengths that these have."""
+
+    by_prompt: tuple[bool, ...]
+
+    def __call__(self, rollout: Rollout) -> bool:
+        return self.by_prompt[number_of(rollout.prompt) % len(self.by_prompt)]
+
+
+def simulated_reward(equal: EqualGroups | None) -> Callable[[Rollout], float]:
+    """1 in groups of equal rewards; in others, 0 and 1 in turn."""
+    if equal is None:
+        return lambda rollout: 0.0
+    return lambda rollout: 1.0 if equal(rollout) else float(rollout.index_in_group % 2)
+
+
+# Lengths on a real engine
+
+
+class ForcedLengths(ForwardingEngine):
+    """Wraps `inner`, to compare schedules on equal work: `length_of` the whole response, including the prefix.
+
+    The model computes every token; only the end of each response is decided here. So time, memory and preemptions are
+    real.
+    """
+
+    def __init__(self, inner: Engine, length_of: Callable[[Request], int]) -> None:
+        super().__init__(inner)
+        self._length_of = length_of
+        self._truncated: dict[int, bool] = {}  # by request id: ends at max_new_tokens before its forced length
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.inner.submit([self._forced(request) for request in requests])
+
+    def poll(self, until: float | None = None) -> list[Change]:
+        return [self._told(change) for change in checked_changes(self, "poll", self.inner.poll(until))]
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        changes = [self._told(change) for change in checked_changes(self, "abort", self.inner.abort(ids))]
+        for id in ids:
+            self._truncated.pop(id, None)
+        return changes
+
+    def _forced(self, request: Request) -> Request:
+        # A prefix that already has the forced length gets one more token: engines cannot generate none.
+        left = max(1, self._length_of(request) - request.prefix_length)
+        self._truncated[request.id] = left >= request.max_new_tokens
+        sampling = replace(request.sampling, ignore_eos=True)
+        return request._replace(max_new_tokens=min(left, request.max_new_tokens), sampling=sampling)
+
+    def _told(self, change: Change) -> Change:
+        if isinstance(change, RequestFinished):
+            return change._replace(truncated=self._truncated.pop(change.id))
+        return change

@@ -1,6 +1,6 @@
 """Several engines as one. Requests wait in the pool and go to the least loaded member that has a free slot, in the
 order of submission. An aborted request, and the next turn of a rollout, return to their member if that has room,
-because it may have their KV cache (routing.py).
+because it may have their KV cache (pool_members.py).
 
     submit -> the pool's queue -> a member's free slot -> its changes, merged on one clock -> poll
 
@@ -21,8 +21,6 @@ so it would get most of the requests. The pool then continues without it:
 
 A request that fails on one member is tried on others, too. It fails if `_MEMBERS_TO_TRY` of them, or all, fail it.
 """
-
-from __future__ import annotations
 
 import logging
 import threading
@@ -49,9 +47,8 @@ from sortedrl.core.engine import (
 from sortedrl.core.engine_checks import checked_changes
 from sortedrl.core.user_values import reason_of
 from sortedrl.core.wording import counted
-from sortedrl.engines.pool_members import Call, Entry, Member
-from sortedrl.engines.refusals import require_empty, require_new
-from sortedrl.engines.routing import route
+from sortedrl.engines.pool_members import Call, Entry, Member, route
+from sortedrl.engines.shared import require_empty, require_new
 
 _SLICE_SECONDS = 0.1  # how often one that delivers its changes is asked whether it is available
 _CLOSE_SECONDS = 5.0

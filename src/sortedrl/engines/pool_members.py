@@ -1,4 +1,4 @@
-"""The members of a pool, and the requests that they hold."""
+"""The members of a pool, the requests that they hold, and which member gets a request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, Engine, EngineBase, Request, with_defaults
 from sortedrl.core.engine_checks import checked_changes
@@ -54,7 +55,21 @@ class Call:
     done: bool = False
 
 
-class Member:
+class HasSlots:
+    """An engine of a pool, real or simulated, with the requests that it has or is about to get."""
+
+    slots: int
+    entries: dict[int, Any]
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.entries)
+
+
+AnyMember = TypeVar("AnyMember", bound=HasSlots)
+
+
+class Member(HasSlots):
     def __init__(self, engine: Engine, lock: threading.Lock, place: int) -> None:
         self.engine = with_defaults(engine)
         self.place = place
@@ -89,6 +104,13 @@ class Member:
     def is_working(self) -> bool:
         return self.lost is None and self.has_weights
 
-    @property
-    def free_slots(self) -> int:
-        return self.slots - len(self.entries)
+
+def route(home: AnyMember | None, free: Sequence[AnyMember]) -> AnyMember:
+    """The request's home, which may have its KV cache, if that is among `free`; else the least loaded of them. One rule
+    for real pools and for simulated ones."""
+    return home if home is not None and home in free else max(free, key=lambda m: m.free_slots / m.slots)
+
+
+def even_split(total: int, parts: int) -> list[int]:
+    """So many slots, or rollouts, on each of the parts: they differ by one at most."""
+    return [(total + place) // parts for place in range(parts)]

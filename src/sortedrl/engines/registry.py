@@ -5,21 +5,20 @@
 A factory takes an EngineSpec and returns an engine. Dependencies of an engine are imported only when it is used.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, EngineSpec, missing_members, with_defaults
 from sortedrl.core.errors import UserError
 from sortedrl.core.import_path import fault_in_your_code, import_object
-from sortedrl.engines.routing import even_split
+from sortedrl.engines.pool_members import even_split
 from sortedrl.settings.install_hint import install_hint
 
 CONNECT_SECONDS = 5.0
@@ -98,18 +97,16 @@ def _from_import_path(path: str, spec: EngineSpec) -> Engine:
     return engine
 
 
+def _common(spec: EngineSpec) -> dict[str, Any]:
+    return {"slots": spec.slots, "eos_token_ids": spec.eos_token_ids, "tokenizer": spec.tokenizer}
+
+
 def _embedded(spec: EngineSpec) -> Engine:
     from sortedrl.engines.embedded.engine import EmbeddedEngine
     from sortedrl.engines.embedded.model import UnsupportedModel
 
     try:
-        return EmbeddedEngine(
-            spec.module,
-            slots=spec.slots,
-            eos_token_ids=spec.eos_token_ids,
-            max_length=spec.max_length,
-            tokenizer=spec.tokenizer,
-        )
+        return EmbeddedEngine(spec.module, **_common(spec), max_length=spec.max_length)
     except UnsupportedModel as error:
         raise ConfigurationError("model", spec.model, str(error), "Or use --engine vllm.") from None
     except ConfigurationError:
@@ -130,14 +127,7 @@ def _vllm(spec: EngineSpec) -> Engine:
     }
     options = {key: value for key, value in implied.items() if value is not None} | dict(spec.options)
     try:
-        return VllmEngine(
-            spec.model,
-            slots=spec.slots,
-            eos_token_ids=spec.eos_token_ids,
-            max_length=spec.max_length,
-            tokenizer=spec.tokenizer,
-            **options,
-        )
+        return VllmEngine(spec.model, **_common(spec), max_length=spec.max_length, **options)
     except ImportError as error:
         raise ConfigurationError("engine", "vllm", str(error), "Or use the embedded engine.") from None
     except TypeError as error:
@@ -163,14 +153,8 @@ def _server(name: str, spec: EngineSpec) -> Engine:
     with ExitStack() as opened:  # closes the others if one server does not answer
         for url, slots in zip(spec.urls, even_split(spec.slots, count), strict=True):
             try:
-                engine = engine_class(
-                    url,
-                    slots=slots,
-                    eos_token_ids=spec.eos_token_ids,
-                    tokenizer=spec.tokenizer,
-                    vocabulary=spec.vocabulary,
-                    **spec.options,
-                )
+                given = _common(spec) | {"slots": slots, "vocabulary": spec.vocabulary}
+                engine = engine_class(url, **given, **spec.options)
             except TypeError as error:
                 fix = "docs/engines.md names them."
                 raise ConfigurationError("engine_options", dict(spec.options), str(error), fix) from None

@@ -1,16 +1,14 @@
 """Which engine generates, and its options."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.registry import check_name, check_urls
 from sortedrl.engines.servers.credentials import without_credentials
 from sortedrl.settings.api_key import VARIABLE
-from sortedrl.settings.base import OptionTexts, literal
+from sortedrl.settings.base import OptionTexts, SettingsGroup, literal
 
 Slots = Annotated[
     int,
@@ -25,22 +23,18 @@ _SWITCHES = {"reuse_kv_cache", "enable_sleep_mode", "seeded", "weights_readable_
 _SEEN_BY_OTHERS = "settings are written to the run folder, and other users can see command lines"
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(SettingsGroup):
     """Which engine generates."""
 
     help_group: ClassVar[str] = "engine"
 
-    engine: Annotated[
-        str,
-        Field(
-            description="embedded and vllm run in this process; vllm-server and sglang are running servers; "
-            "your.module:factory is your own"
-        ),
-    ] = "embedded"
-    engine_urls: Annotated[tuple[str, ...], Field(description="URLs of running servers; several form one pool")] = ()
-    engine_options: Annotated[
-        OptionTexts, Field(description="options of the engine, such as gpu_memory_utilization 0.5")
-    ] = {}
+    engine: str = "embedded"
+    """embedded and vllm run in this process; vllm-server and sglang are running servers; your.module:factory is your
+    own"""
+    engine_urls: tuple[str, ...] = ()
+    """URLs of running servers; several form one pool"""
+    engine_options: OptionTexts = {}  # noqa: RUF012 (pydantic copies it)
+    """options of the engine, such as gpu_memory_utilization 0.5"""
     slots: Slots = 64
 
     def resolved_engine_options(self) -> dict[str, Any]:

@@ -17,12 +17,11 @@ With `schedules_ahead` a step is scheduled before the one before it has ended (v
 overlapped scheduling): a request that is submitted while others decode misses the step that comes next.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sortedrl.core.configuration import checked_bool, checked_float, checked_int, checked_slots
@@ -42,20 +41,18 @@ from sortedrl.engines.virtual_time import VirtualTimeEngine
 WATERMARK = 0.01  # fraction of KV cache memory that stays free when a request is admitted, as in vLLM
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """A request in the engine."""
 
-    __slots__ = ("began_step", "first", "first_step", "made", "request", "size", "to_make", "truncated")
-
-    def __init__(self, request: Request, first: int, to_make: int, truncated: bool, first_step: int) -> None:
-        self.request = request
-        self.first_step = first_step  # it may start after so many steps, while others decode
-        self.to_make = to_make  # tokens still to generate when it last started
-        self.truncated = truncated
-        self.made = 0  # tokens generated before it last started
-        self.began_step = 0
-        self.first = first  # position of the first token to generate
-        self.size = len(request.prompt.tokens) + first  # its context without generated tokens
+    request: Request
+    first: int  # position of the first token to generate
+    to_make: int  # tokens still to generate when it last started
+    truncated: bool
+    first_step: int  # it may start after so many steps, while others decode
+    size: int  # its context without generated tokens
+    made: int = 0  # tokens generated before it last started
+    began_step: int = 0
 
 
 class SimulatedEngine(VirtualTimeEngine):
@@ -117,7 +114,8 @@ class SimulatedEngine(VirtualTimeEngine):
                 self._fail(request.id, now, "max_new_tokens is 0" if max_new_tokens < 1 else "lost by the engine")
                 continue
             to_make = min(wanted, max_new_tokens) if lost is None else min(wanted, max_new_tokens, lost)
-            self._queue.append(Run(request, first, to_make, wanted >= max_new_tokens, first_step))
+            size = len(request.prompt.tokens) + first
+            self._queue.append(Run(request, first, to_make, wanted >= max_new_tokens, first_step, size))
         self._admit()
 
     def abort(self, ids: Sequence[int]) -> list[Change]:

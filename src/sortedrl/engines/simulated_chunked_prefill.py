@@ -13,9 +13,8 @@ in the order of submission: one prefill may take several steps, and one step may
   prompts take no less memory here, and they are not evicted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sortedrl.core.engine import Change, RequestPreempted, RequestStarted
@@ -149,12 +148,10 @@ class ChunkedPrefillEngine(SimulatedEngine):
         self._queue.appendleft(prefill.run)
 
 
+@dataclass(slots=True, eq=False)
 class _Prefill:
     """A request whose prefill is not complete."""
 
-    __slots__ = ("context", "left", "run")
-
-    def __init__(self, run: Run, context: int, left: int) -> None:
-        self.run = run
-        self.context = context  # tokens in the KV cache when it is complete
-        self.left = left  # tokens still to prefill
+    run: Run
+    context: int  # tokens in the KV cache when it is complete
+    left: int  # tokens still to prefill

@@ -1,7 +1,5 @@
 """The other parts of a training loop in virtual time, beside the simulated engine: scorer, environments, learner."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_right

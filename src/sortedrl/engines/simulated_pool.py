@@ -7,12 +7,8 @@ much per event as on one engine.
 The pool's clock is at the last event that it reported. An engine that prefills may be ahead of it, so changes wait here
 until the clock has reached them.
 
-A request goes where the pool's rule sends it (routing.py). On another engine than before, it finds no KV cache. As in
-the real pool, requests of a lost engine return to the head of the queue and continue elsewhere; their undelivered
-tokens are lost.
+A request goes where the pool's rule sends it (pool_members.py). On another engine than before, it finds no KV cache.
 """
-
-from __future__ import annotations
 
 import math
 from collections import deque
@@ -20,35 +16,23 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sortedrl.core.engine import (
-    Change,
-    EngineDied,
-    Request,
-    RequestFailed,
-    RequestFinished,
-    RequestPreempted,
-    RequestStarted,
-)
-from sortedrl.engines.routing import route
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
+from sortedrl.engines.pool_members import HasSlots, route
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.virtual_time import VirtualTimeEngine
 
 _TIME_OF = attrgetter("at")
 
 
-class Replica:
-    """An engine of the pool."""
+class Replica(HasSlots):
+    """An engine of the pool. Its entries are in the order of submission."""
 
     def __init__(self, engine: SimulatedEngine, place: int) -> None:
         self.engine = engine
         self.place = place
         self.slots = engine.slots
-        self.entries: dict[int, Request] = {}  # in the order of submission
+        self.entries: dict[int, Request] = {}
         self.in_slot: set[int] = set()
-
-    @property
-    def free_slots(self) -> int:
-        return self.slots - len(self.entries)
 
 
 class SimulatedPool(VirtualTimeEngine):
@@ -56,8 +40,7 @@ class SimulatedPool(VirtualTimeEngine):
         super().__init__()
         self.slots = sum(engine.slots for engine in engines)
         self.replicas = len(engines)
-        self._all = [Replica(engine, place) for place, engine in enumerate(engines)]
-        self._working = self._all[:]
+        self._replicas = [Replica(engine, place) for place, engine in enumerate(engines)]
         self._next_events = [math.inf] * len(engines)  # by place; those of touched replicas are out of date
         self._touched: dict[Replica, None] = {}
         self._queue: deque[Request] = deque()
@@ -66,7 +49,7 @@ class SimulatedPool(VirtualTimeEngine):
 
     @property
     def running(self) -> int:
-        return sum(replica.engine.running for replica in self._all)
+        return sum(replica.engine.running for replica in self._replicas)
 
     # The protocol
 
@@ -76,10 +59,6 @@ class SimulatedPool(VirtualTimeEngine):
     def submit(self, requests: Sequence[Request]) -> None:
         self._queue.extend(requests)
         self._dispatch()
-
-    def poll(self, until: float | None = None) -> list[Change]:
-        self._require_one()
-        return super().poll(until)
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
         by_replica: dict[Replica, list[int]] = {}
@@ -102,23 +81,22 @@ class SimulatedPool(VirtualTimeEngine):
         return self.take_changes()
 
     def update_weights(self, weights: Any, version: int) -> None:
-        self._require_one()
-        for replica in self._working:
+        for replica in self._replicas:
             self._synchronize(replica)
             replica.engine.update_weights(weights, version)
-        self._now = max(replica.engine.now() for replica in self._working)
+        self._now = max(replica.engine.now() for replica in self._replicas)
 
     # Virtual time
 
     def pass_time(self, seconds: float) -> None:
-        for replica in self._working:
+        for replica in self._replicas:
             if replica.entries:
                 self._synchronize(replica)
                 replica.engine.pass_time(seconds)
         self._now += seconds
 
     def slow_down(self, speed_at: Callable[[int], float] | None) -> None:
-        for replica in self._working:
+        for replica in self._replicas:
             self._synchronize(replica)
             replica.engine.slow_down(speed_at)
             self._touched[replica] = None
@@ -142,7 +120,7 @@ class SimulatedPool(VirtualTimeEngine):
         if at > limit:
             self._idle_until(limit)
             return False
-        replica = self._all[self._next_events.index(at)]
+        replica = self._replicas[self._next_events.index(at)]
         self._now = max(self._now, at)
         self._note(replica, replica.engine.poll(at))
         if self._queue:
@@ -156,30 +134,6 @@ class SimulatedPool(VirtualTimeEngine):
             self._undelivered = [change for change in changes if change.at > self._now]
             changes = [change for change in changes if change.at <= self._now]
         return sorted(changes, key=_TIME_OF)
-
-    # Engines
-
-    def lose(self, place: int) -> None:
-        """The engine at this place is gone."""
-        replica = self._all[place]
-        self._synchronize(replica)
-        self._working.remove(replica)
-        self._touched.pop(replica, None)
-        self._next_events[place] = math.inf
-        moved = list(replica.entries.values())
-        ahead = {change.id for change in self._undelivered if change.at > self._now and change.id in replica.entries}
-        self._undelivered = [change for change in self._undelivered if change.id not in ahead]
-        for request in moved:
-            if request.id in replica.in_slot - ahead:
-                context = len(request.prompt.tokens) + request.prefix_length
-                self._undelivered.append(RequestPreempted(request.id, self._now, context))
-            self._remove(replica, request.id)
-        self._queue.extendleft(reversed(moved))
-        self._dispatch()
-
-    def _require_one(self) -> None:
-        if not self._working:
-            raise EngineDied("no engine of the pool is left")
 
     def _synchronize(self, replica: Replica) -> None:
         """Bring the engine to the pool's time."""
@@ -210,7 +164,7 @@ class SimulatedPool(VirtualTimeEngine):
             self._home_of[id] = replica
 
     def _dispatch(self) -> None:
-        while self._queue and (free := [one for one in self._working if len(one.entries) < one.slots]):
+        while self._queue and (free := [one for one in self._replicas if one.free_slots > 0]):
             for replica, requests in self._routed(free).items():
                 self._synchronize(replica)
                 replica.engine.submit(requests)
@@ -228,6 +182,6 @@ class SimulatedPool(VirtualTimeEngine):
             replica.entries[request.id] = request
             self._replica_of[request.id] = replica
             routed.setdefault(replica, []).append(request)
-            if len(replica.entries) == replica.slots:
+            if not replica.free_slots:
                 free.remove(replica)
         return routed

@@ -1,7 +1,5 @@
 """What engines in virtual time have in common: the loop from event to event, and alarms that end it early."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from abc import abstractmethod

@@ -8,7 +8,7 @@ scheduler after every step. Tokens are delivered when a request finishes or is a
 
 - **Weights** are copied in place. vLLM does not update the output layer of a model with tied embeddings unless it is
   named, so it always is. The prefix cache holds KV of the old weights, so every weight update resets it, unless
-  `reuse_kv_cache` keeps it (kv_cache_reuse.py).
+  `reuse_kv_cache` keeps it (shared.py).
 - **Seeds** cost one kernel launch per row, so they are used only with `seeded=True`. A resumed request then gets a new
   seed, because vLLM would replay the noise from position 0.
 - **Drafts** (`speculative_config`): a step may yield several tokens per request, each with its own log-probability
@@ -16,8 +16,6 @@ scheduler after every step. Tokens are delivered when a request finishes or is a
 
 Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is created.
 """
-
-from __future__ import annotations
 
 import os
 import time
@@ -41,11 +39,16 @@ from sortedrl.core.engine import (
 )
 from sortedrl.core.rollout import Segment
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.kv_cache_reuse import KVCacheReuse
-from sortedrl.engines.output_layer import with_output_layer
-from sortedrl.engines.refusals import refusal, require_empty, require_new
+from sortedrl.engines.shared import (
+    KVCacheReuse,
+    StopStrings,
+    StopWatches,
+    refusal,
+    require_empty,
+    require_new,
+    with_output_layer,
+)
 from sortedrl.engines.speculative import DraftCounts, check_speculative_config, own_drafter, require_exact_checks
-from sortedrl.engines.stop_strings import StopStrings, StopWatches
 from sortedrl.settings.install_hint import install_hint
 
 OLDEST_VLLM = (0, 25)

@@ -13,8 +13,6 @@ restarts engines where the cluster has room; they start to work at the next weig
 - **Weights** are put into Ray's object store once, and all actors read them from there.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -102,9 +100,6 @@ class RayEngine(EngineBase):
         if start_seconds is not None:
             started([self], start_seconds)
 
-    def wait_until_started(self, seconds: float) -> None:
-        self.slots = self._answer(self._actor.get.remote("slots"), seconds)
-
     def now(self) -> float:
         return time.perf_counter()
 
@@ -114,7 +109,7 @@ class RayEngine(EngineBase):
 
     def poll(self, until: float | None = None) -> list[Change]:
         changes: list[Change] = []
-        while not changes and (self._inside if until is None else True):
+        while not changes and (self._inside or until is not None):
             seconds = _ANSWER_SECONDS / 2 if until is None else max(0.0, until - self.now())
             changes = self._received(self._answer(self._actor.poll.remote(seconds), seconds + _ANSWER_SECONDS))
             if until is not None and self.now() >= until:
@@ -183,7 +178,7 @@ def started(engines: Sequence[RayEngine], seconds: float = START_SECONDS) -> Seq
     """Wait for each of them. If one cannot start, or on Ctrl-C, all are closed."""
     try:
         for engine in engines:
-            engine.wait_until_started(seconds)
+            engine.slots = engine._answer(engine._actor.get.remote("slots"), seconds)
     except BaseException:  # in a notebook the traceback would keep the actors, and their GPUs
         for engine in engines:
             engine.close()

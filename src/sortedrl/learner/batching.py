@@ -21,8 +21,6 @@ OVERHEAD_TOKENS = 256
 # 2e11 floating-point operations in this time, and a token needs 6 per weight.
 LAUNCH_OPERATIONS_PER_LAYER = 2e11
 OPERATIONS_PER_WEIGHT = 6
-# A log-probability is at most 0, up to rounding in the engine.
-LARGEST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
     `version` is the learner's: a token's staleness is `version` minus its own version.
     """
     for rollout in rollouts:
-        _check(rollout, version)
+        _check(rollout)
     prompts = [len(rollout.prompt.tokens) for rollout in rollouts]
     responses = [len(rollout) for rollout in rollouts]
     width_t = max(prompt + response for prompt, response in zip(prompts, responses, strict=True))
@@ -106,7 +104,7 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
 
     staleness = [[version - token_version for token_version in rollout.versions] for rollout in rollouts]
     empty_br = torch.zeros(len(rollouts), width_r)
-    batch = UpdateBatch(
+    return UpdateBatch(
         tokens_bt=padded([[*r.prompt.tokens, *r.tokens] for r in rollouts], width_t, torch.long),
         prompt_lengths_b=torch.tensor(prompts),
         response_lengths_b=torch.tensor(responses),
@@ -119,12 +117,11 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
         gae_br=empty_br,
         weights_br=empty_br,
     )
-    _check_logprobs(rollouts, batch)
-    return batch
 
 
-def _check(rollout: Rollout, version: int) -> None:
-    name = _name(rollout)
+def _check(rollout: Rollout) -> None:
+    """Of what is in no report of an engine: those are checked when they come (core/engine_reports.py)."""
+    name = f"rollout {rollout.id} of prompt {rollout.prompt.id!r}"
     if rollout.reward is None or not math.isfinite(rollout.reward):
         raise ValueError(f"{name} has reward {rollout.reward}: score it with a finite number before training")
     if not len(rollout.prompt.tokens) or not len(rollout):
@@ -132,26 +129,6 @@ def _check(rollout: Rollout, version: int) -> None:
             f"{name} has {len(rollout.prompt.tokens)} prompt and {len(rollout)} response tokens: both need "
             "at least 1; reject it before training"
         )
-    newest = rollout.newest_version
-    if newest is not None and newest > version:
-        raise ValueError(
-            f"{name} has tokens of version {newest}, but the learner is at version {version}: pass the "
-            "version of the engine's latest weights"
-        )
-
-
-def _check_logprobs(rollouts: Sequence[Rollout], batch: UpdateBatch) -> None:
-    bad_br = batch.mask_br & ~(batch.behavior_br.isfinite() & (batch.behavior_br <= LARGEST_LOGPROB))
-    for row, place in bad_br.nonzero()[:1].tolist():
-        raise ValueError(
-            f"{_name(rollouts[row])} has log-probability {batch.behavior_br[row, place].item()} at response "
-            f"token {place}: it must be finite and at most 0; check that the engine returns the "
-            "log-probabilities of the sampled tokens"
-        )
-
-
-def _name(rollout: Rollout) -> str:
-    return f"rollout {rollout.id} of prompt {rollout.prompt.id!r}"
 
 
 def micro_batches(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -10,8 +10,6 @@ file. A kill at any moment leaves an intact checkpoint:
     damaged-update-000040      set aside by `load_newest_intact`, for you to inspect or remove
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -17,8 +17,6 @@ Invariants:
   so far is not part of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math
@@ -66,8 +64,7 @@ from sortedrl.learner.models import (
 )
 from sortedrl.learner.optimizer import AdamW
 from sortedrl.learner.settings import LearnerSettings, require, require_streamable
-from sortedrl.learner.update_metrics import GradientCosine, Tally, padding, summary
-from sortedrl.learner.update_so_far import Assessment, UpdateSoFar
+from sortedrl.learner.update import Assessment, GradientCosine, Tally, UpdateSoFar, padding, summary
 from sortedrl.models.merged_weights import merged_weights
 
 _OPTIMIZERS = {"policy": "optimizer", "critic": "critic_optimizer"}  # their names in a state

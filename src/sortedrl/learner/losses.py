@@ -15,8 +15,6 @@ gradient; they differ when an update takes several steps.
 Suffixes: `_bt` rollouts x response tokens padded on the right, `_n` tokens selected from those, `_h` hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,11 +32,10 @@ LOGITS_PER_CHUNK = 1 << 27
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Per token, all [rollouts, tokens]: the loss, the ratio before clipping, the weight of the off-policy correction,
-    and whether clipping removed the token's gradient."""
+    """Per token, all [rollouts, tokens]: the loss, the weight of the off-policy correction, and whether clipping took
+    the token's gradient away."""
 
     loss_bt: Tensor
-    ratio_bt: Tensor
     weight_bt: Tensor
     clipped_bt: Tensor
 
@@ -86,7 +83,6 @@ def policy_loss(
     clipped_bt = ratio_bt.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_bt
     return PolicyLoss(
         loss_bt=-weight_bt * torch.minimum(free_bt, clipped_bt) * mask_bt,
-        ratio_bt=ratio_bt.detach(),
         weight_bt=weight_bt.detach(),
         clipped_bt=(clipped_bt < free_bt).detach() & mask_bt,
     )

@@ -1,7 +1,5 @@
 """Forward passes of the learner: log-probabilities of trained tokens, a critic's values, LoRA, recomputation."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import importlib
@@ -228,18 +226,9 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
     """Copy saved tensors into a model's own; raises a ValueError if they are those of another model."""
     differing = sorted(own.keys() ^ saved.keys())
-    require(
-        not differing,
-        f"{what} state",
-        f"{len(saved)} tensors",
-        f"this model has {len(own)}, and {len(differing)} names differ, first {differing[:1]}: resume with "
-        "the model and the lora_rank that the state was saved with",
-    )
+    differing += [name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape]
+    why = f"this model has {len(own)}, and {len(differing)} names or shapes differ, first {differing[:1]}"
+    fix = "resume with the model and the lora_rank that the state was saved with"
+    require(not differing, f"{what} state", f"{len(saved)} tensors", f"{why}: {fix}")
     for name, tensor in own.items():
-        require(
-            tensor.shape == saved[name].shape,
-            f"{what} state of {name}",
-            tuple(saved[name].shape),
-            f"this model has {tuple(tensor.shape)}: resume with the model that the state was saved with",
-        )
         tensor.copy_(saved[name])

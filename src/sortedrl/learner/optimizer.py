@@ -1,7 +1,5 @@
 """AdamW that trains bf16 weights with fp32 precision, in 12 bytes per weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,18 +3,16 @@
 This file does not need PyTorch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.settings.base import first_error
+from sortedrl.settings.base import SettingsGroup, first_error
 
 Algorithm = Literal["reinforce++", "grpo", "rloo", "ppo"]
 AdvantageBaseline = Literal["group", "previous_cohorts", "cohort_so_far", "batch"]
@@ -65,7 +63,7 @@ LearningRate = Annotated[float, Field(description="learning rate after warm-up")
 WarmupUpdates = Annotated[int, Field(description="updates of linear learning rate warm-up"), _NotNegative]
 
 
-class LearnerFlags(BaseModel):
+class LearnerFlags(SettingsGroup):
     """The learner's settings that `sortedrl train` offers, which may set other defaults with the types above.
 
     These defaults are for full training of a model with a few billion parameters.
@@ -76,77 +74,66 @@ class LearnerFlags(BaseModel):
     algorithm: AlgorithmSetting = "reinforce++"
     # None: group for GRPO and RLOO, otherwise previous_cohorts. With PPO, the critic is the baseline, and this selects
     # the statistics that scale its advantages.
-    advantage_baseline: Annotated[
-        AdvantageBaseline | None, Field(description="what is subtracted from a reward; default: the algorithm's own")
-    ] = None
-    off_policy_correction: Annotated[
-        OffPolicyCorrection | None,
-        Field(
-            description="how stale tokens are corrected; default: ppo_clip, or decoupled in modes without stale tokens"
-        ),
-    ] = None
+    advantage_baseline: AdvantageBaseline | None = None
+    """what is subtracted from a reward; default: the algorithm's own"""
+    off_policy_correction: OffPolicyCorrection | None = None
+    """how stale tokens are corrected; default: ppo_clip, or decoupled in modes without stale tokens"""
     learning_rate: LearningRate = 1e-6
-    scale_learning_rate_by_ess: Annotated[
-        bool, Field(description="multiply it by the root of the rollouts' effective sample fraction, as in VCPO")
-    ] = False
+    scale_learning_rate_by_ess: bool = False
+    """multiply it by the root of the rollouts' effective sample fraction, as in VCPO"""
     warmup_updates: WarmupUpdates = 10
-    ratio_level: Annotated[
-        RatioLevel, Field(description="sequence: one ratio per response, the geometric mean of its tokens'")
-    ] = "token"
-    clip_low: Annotated[
-        float,
-        Field(description="lower clip range of the ratio; see docs/trainer.md"),
-        _between(_ABOVE_0, 1, "ratios are clipped at 1 - clip_low", "Use 0.2."),
-    ] = 0.2
-    clip_high: Annotated[
-        float,
-        Field(description="upper clip range of the ratio"),
-        _between(_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high", "Use 0.28."),
-    ] = 0.28
+    ratio_level: RatioLevel = "token"
+    """sequence: one ratio per response, the geometric mean of its tokens'"""
+    clip_low: Annotated[float, _between(_ABOVE_0, 1, "ratios are clipped at 1 - clip_low", "Use 0.2.")] = 0.2
+    """lower clip range of the ratio; see docs/trainer.md"""
+    clip_high: Annotated[float, _between(_ABOVE_0, math.inf, "ratios are clipped at 1 + clip_high", "Use 0.28.")] = 0.28
+    """upper clip range of the ratio"""
     # cispo and decoupled truncate importance weights here; mask drops tokens above it or below its inverse.
     importance_cap: Annotated[
-        float,
-        Field(description="largest importance weight of cispo, decoupled and mask"),
-        _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0."),
+        float, _between(1, math.inf, "a cap below 1 also truncates on-policy tokens", "Use 2.0.")
     ] = 2.0
-    aggregation: Annotated[
-        Aggregation, Field(description="what the sum over tokens is divided by; see docs/trainer.md")
-    ] = "constant"
+    """largest importance weight of cispo, decoupled and mask"""
+    aggregation: Aggregation = "constant"
+    """what the sum over tokens is divided by; see docs/trainer.md"""
     # `keep`: they train with their score, as the token limit is part of the problem. `masked`: no gradient, but they
     # count in the statistics. `zero`: their reward is 0.
-    truncated_rollouts: Annotated[
-        TruncatedRollouts,
-        Field(
-            description="how responses that a token limit cut are trained on; those of tasks with an environment keep "
-            "the score of its finish"
-        ),
-    ] = "keep"
-    kl_coefficient: Annotated[float, Field(description="weight of the KL penalty"), _NotNegative] = 0.0
-    entropy_coefficient: Annotated[float, Field(description="weight of the entropy bonus"), _NotNegative] = 0.0
-    steps_per_update: Annotated[int, Field(description="optimizer steps per update"), _AtLeast1] = 1
-    weight_decay: Annotated[float, Field(description="AdamW's, of matrices"), _NotNegative] = 0.0
+    truncated_rollouts: TruncatedRollouts = "keep"
+    """how responses that a token limit cut are trained on; those of tasks with an environment keep the score of its
+    finish"""
+    kl_coefficient: Annotated[float, _NotNegative] = 0.0
+    """weight of the KL penalty"""
+    entropy_coefficient: Annotated[float, _NotNegative] = 0.0
+    """weight of the entropy bonus"""
+    steps_per_update: Annotated[int, _AtLeast1] = 1
+    """optimizer steps per update"""
+    weight_decay: Annotated[float, _NotNegative] = 0.0
+    """AdamW's, of matrices"""
     max_grad_norm: Annotated[
-        float,
-        Field(description="larger gradients are scaled down to this norm"),
-        _between(_ABOVE_0, math.inf, "it must be above 0", "Use 1.0, or 1e9 for no clipping."),
+        float, _between(_ABOVE_0, math.inf, "it must be above 0", "Use 1.0, or 1e9 for no clipping.")
     ] = 1.0
-    critic_learning_rate: Annotated[float, Field(description="of ppo's critic"), _Positive] = 1e-5
-    gamma: Annotated[float, Field(description="ppo: discount per token"), _Fraction] = 1.0
-    gae_lambda: Annotated[float, Field(description="ppo: lambda of generalized advantage estimation"), _Fraction] = 1.0
-    tokens_per_micro_batch: Annotated[
-        int, Field(description="tokens per forward and backward pass, including padding"), _AtLeast1
-    ] = 16_384
+    """larger gradients are scaled down to this norm"""
+    critic_learning_rate: Annotated[float, _Positive] = 1e-5
+    """of ppo's critic"""
+    gamma: Annotated[float, _Fraction] = 1.0
+    """ppo: discount per token"""
+    gae_lambda: Annotated[float, _Fraction] = 1.0
+    """ppo: lambda of generalized advantage estimation"""
+    tokens_per_micro_batch: Annotated[int, _AtLeast1] = 16_384
+    """tokens per forward and backward pass, including padding"""
     # It keeps a copy of the gradient.
-    gradient_cosine: Annotated[bool, Field(description="report the cosine of successive gradients")] = False
-    gradient_checkpointing: Annotated[bool, Field(description="less GPU memory, slower updates")] = False
+    gradient_cosine: bool = False
+    """report the cosine of successive gradients"""
+    gradient_checkpointing: bool = False
+    """less GPU memory, slower updates"""
     # Smaller micro-batches keep their activations, which saves a quarter of the computation. Memory per token and layer
     # in bf16: about 24 x hidden size + 8 x intermediate size.
-    recompute_above_tokens: Annotated[
-        int, Field(description="gradient_checkpointing for micro-batches of more tokens only"), _NotNegative
-    ] = 0
+    recompute_above_tokens: Annotated[int, _NotNegative] = 0
+    """gradient_checkpointing for micro-batches of more tokens only"""
     # torch.compile fuses elementwise operations; it takes about 20 s in the first update.
-    compile_layers: Annotated[bool, Field(description="faster learner on a GPU, slower first update")] = False
-    lora_rank: Annotated[int, Field(description="rank of LoRA adapters; 0: train all weights"), _NotNegative] = 0
+    compile_layers: bool = False
+    """faster learner on a GPU, slower first update"""
+    lora_rank: Annotated[int, _NotNegative] = 0
+    """rank of LoRA adapters; 0: train all weights"""
 
     @property
     def resolved_advantage_baseline(self) -> AdvantageBaseline:
@@ -194,26 +181,15 @@ class LearnerSettings(LearnerFlags):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.recompute_above_tokens and not self.gradient_checkpointing:
-            raise ConfigurationError(
-                "recompute_above_tokens",
-                self.recompute_above_tokens,
-                "without gradient_checkpointing nothing is recomputed",
-                "Set gradient_checkpointing = true too, or leave it out.",
-            )
+            why = "without gradient_checkpointing nothing is recomputed"
+            fix = "Set gradient_checkpointing = true too, or leave it out."
+            raise ConfigurationError("recompute_above_tokens", self.recompute_above_tokens, why, fix)
+        baseline, fix = self.advantage_baseline, "Leave it out, or use algorithm = reinforce++."
         if self.algorithm in ("grpo", "rloo") and not self.wants_whole_groups():
-            raise ConfigurationError(
-                "advantage_baseline",
-                self.advantage_baseline,
-                f"{self.algorithm} uses the group baseline",
-                "Leave it out, or use algorithm = reinforce++.",
-            )
+            why = f"{self.algorithm} uses the group baseline"
+            raise ConfigurationError("advantage_baseline", baseline, why, fix)
         if self.algorithm == "ppo" and self.wants_whole_groups():
-            raise ConfigurationError(
-                "advantage_baseline",
-                self.advantage_baseline,
-                "with ppo the critic is the baseline",
-                "Leave it out, or use algorithm = reinforce++.",
-            )
+            raise ConfigurationError("advantage_baseline", baseline, "with ppo the critic is the baseline", fix)
         return self
 
 
@@ -226,21 +202,12 @@ def learner_settings_from(flags: LearnerFlags, mode: str, **derived: Any) -> Lea
 
 def require_streamable(settings: LearnerSettings) -> None:
     """Raise a ValueError that names the setting because of which nothing can be streamed."""
-    baseline = settings.resolved_advantage_baseline
-    require(
-        baseline not in ("batch", "cohort_so_far"),
-        "advantage_baseline",
-        baseline,
-        "an advantage depends on the other rollouts of its update, so no gradient can be streamed before the update is "
-        "complete: use group or previous_cohorts, or leave stream out",
-    )
-    require(
-        settings.steps_per_update == 1,
-        "steps_per_update",
-        settings.steps_per_update,
-        "each step needs a mix of all rollouts, so no gradient can be streamed before the update is complete: use one "
-        "step per update, or leave stream out",
-    )
+    baseline, steps = settings.resolved_advantage_baseline, settings.steps_per_update
+    why = "so no gradient can be streamed before the update is complete: use"
+    unless = f"an advantage depends on the other rollouts of its update, {why} group or previous_cohorts, or no stream"
+    require(baseline not in ("batch", "cohort_so_far"), "advantage_baseline", baseline, unless)
+    unless = f"each step needs a mix of all rollouts, {why} one step per update, or no stream"
+    require(steps == 1, "steps_per_update", steps, unless)
 
 
 def require(holds: bool, name: str, value: object, why: str) -> None:

@@ -13,8 +13,6 @@ Invariants:
   used, or its memory reused, on two streams at once. The default stream, where the engine decodes, never waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
@@ -31,26 +29,18 @@ Scope = Callable[[], contextlib.AbstractContextManager[None]]
 def some_sms(sms: int, device: torch.device) -> Scope:
     """A scope whose CUDA work runs on `sms` of the device's SMs."""
     if device.type != "cuda":
-        raise ConfigurationError(
-            "stream_sms", sms, f"the learner runs on {device.type}, which has no SMs", "Leave it out, or use a GPU."
-        )
+        raise _refused(sms, f"the learner runs on {device.type}, which has no SMs", "Leave it out, or use a GPU.")
     available = torch.cuda.get_device_properties(device).multi_processor_count
     if sms >= available:
-        raise ConfigurationError(
-            "stream_sms", sms, f"the GPU has {available} SMs, and decoding needs some", "Lower it, for example to 3/4."
-        )
+        raise _refused(sms, f"the GPU has {available} SMs, and decoding needs some", "Lower it, for example to 3/4.")
     try:
         from torch.cuda.green_contexts import GreenContext
 
         context = GreenContext.create(num_sms=sms, device_id=device.index or 0)
         stream: torch.cuda.Stream = context.Stream()  # type: ignore[attr-defined]
     except (ImportError, AttributeError, RuntimeError) as error:
-        raise ConfigurationError(
-            "stream_sms",
-            sms,
-            f"no green context can be created ({error})",
-            "It needs PyTorch 2.11 and a driver for CUDA 12.8 or newer; or leave it out.",
-        ) from None
+        fix = "It needs PyTorch 2.11 and a driver for CUDA 12.8 or newer; or leave it out."
+        raise _refused(sms, f"no green context can be created ({error})", fix) from None
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
@@ -63,6 +53,10 @@ def some_sms(sms: int, device: torch.device) -> Scope:
             stream.synchronize()
 
     return scope
+
+
+def _refused(sms: int, why: str, fix: str) -> ConfigurationError:
+    return ConfigurationError("stream_sms", sms, why, fix)
 
 
 class SharedGpuLearner(LearnerThread):

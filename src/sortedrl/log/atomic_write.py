@@ -1,7 +1,5 @@
 """Writes a file as a whole: a reader, or a run after a kill, sees the new file or the old one, never a part."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

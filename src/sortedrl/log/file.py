@@ -18,9 +18,11 @@ from sortedrl.log.lines import JsonLines
 from sortedrl.log.process_lock import HeldByAnother, ProcessLock, lock_of_log
 from sortedrl.log.recovery import RecoveredLog
 
+FLUSH_SECONDS = 1.0
+
 
 class EventFile:
-    """A sink that appends events to a file. Readers see all events up to the last phase change.
+    """A sink that appends events to a file. Readers see all events up to the last phase change, or a second ago.
 
     `lock`, if any, shows them until `close` that this process is there, however long it is busy without an event.
     """
@@ -29,6 +31,7 @@ class EventFile:
         self._file = file
         self._lock = lock
         self._write = JsonLines(file)
+        self._flush_at = 0.0
 
     @classmethod
     def open(cls, path: Path, *, must_be_new: bool = False) -> EventFile:
@@ -44,8 +47,9 @@ class EventFile:
 
     def __call__(self, event: Event) -> None:
         self._write(event)
-        if type(event) is Phase:
+        if event.at >= self._flush_at or type(event) is Phase:
             self.flush()
+            self._flush_at = event.at + FLUSH_SECONDS
 
     def roll_back(self, recovered: RecoveredLog) -> None:
         """Mark the events after `recovered` as void."""

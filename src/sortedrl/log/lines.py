@@ -1,7 +1,5 @@
 """An event as one line of JSON, and back: the event's name, then its fields."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable
@@ -12,7 +10,6 @@ from sortedrl.core.events import (
     GATES,
     Aborted,
     Event,
-    Finished,
     Gate,
     Loaded,
     Observed,
@@ -37,8 +34,6 @@ def _template(kind: type) -> str:
 
 
 _OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Aborted, TurnEnded, Observed)}
-_SCORED = _template(Scored)
-_FINISHED = _template(Finished).removesuffix("%r}\n")
 
 
 class JsonLines:
@@ -52,13 +47,10 @@ class JsonLines:
         template = _OF_NUMBERS.get(type(event))
         if template is not None:
             self._write(template % event)
-        elif isinstance(event, Finished):
-            truncated = "true" if event.truncated else "false"
-            self._write(f"{_FINISHED % event[:-1]}{truncated}}}\n")
-        elif isinstance(event, Scored):
-            self._write(_SCORED % (event.at, event.rollout, float(event.reward)))  # a reward may be any kind of number
-        else:
-            self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
+            return
+        if isinstance(event, Scored):
+            event = event._replace(reward=float(event.reward))  # it may be any kind of number
+        self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
 
 
 def written(log: Iterable[Event]) -> str:

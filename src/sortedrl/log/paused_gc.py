@@ -1,7 +1,5 @@
 """Turns off Python's search for reference cycles where millions of small objects are made and none is in a cycle."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from sortedrl.core.errors import UserError
 from sortedrl.core.events import FORMAT, READABLE_FORMATS, Event, Lost, RolledBack, RunBegan
@@ -57,6 +58,12 @@ def without_rolled_back(events: Iterable[Event]) -> list[Event]:
             "`sortedrl report` shows the last one"
         )
     return [event for event in kept if not isinstance(event, Damage)]
+
+
+def handlers_of(fold: Any) -> dict[type, Callable[[Any], None]]:
+    """The methods of a fold by the kind of event that they take: `_on_turn_ended` takes `TurnEnded`."""
+    methods = {kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in get_args(Event)}
+    return {kind: getattr(fold, method) for kind, method in methods.items() if hasattr(fold, method)}
 
 
 class IntactLog(NamedTuple):

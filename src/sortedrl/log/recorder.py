@@ -10,8 +10,6 @@ Guarantees:
   and neither `folds` nor any later reader counts them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Mapping

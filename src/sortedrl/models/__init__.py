@@ -4,8 +4,6 @@
 and the measured scores.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Hugging Face hub: one error at once where it cannot be reached, instead of a minute of retries."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """A model's weights with its peft adapters merged in, for engines and files that have only the base model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,12 +1,10 @@
 """The live display of a run: a panel on a terminal, one plain line per update elsewhere.
 
-    events, lines --> RunState --view--> panel(view, now)      drawing is a pure function of the view
+    events --> Metrics, lines --> RunState --view--> panel(view, now)      drawing is a pure function of the view
 
 A console is a sink of the event log and receives every line of metrics.jsonl. It never blocks a run: the run's thread
 only folds events and takes a view, at most four times per second; rich's thread draws it once per second.
 """
-
-from __future__ import annotations
 
 import sys
 import time
@@ -24,7 +22,7 @@ from rich.text import Text
 from sortedrl.core.events import Event, Phase, Sink
 from sortedrl.core.wording import printable
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.run_state import PLACES, RunState, RunView, is_update
+from sortedrl.observe.run_state import RunState, RunView, is_update
 
 VIEW_SECONDS = 0.25
 DRAWS_PER_SECOND = 1
@@ -37,6 +35,7 @@ _FORMATS = {
     "goodput": "{:,.0f} tok/s", "waste": "{:.0%}", "filtered": "{:.0%}", "staleness": "{:.2f}", "mismatch": "{:.1e}",
 }  # fmt: skip
 _PHASE_STYLES = {"harvest": "green", "learner": "magenta", "evaluation": "cyan", "end": "default"}  # others: yellow
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _PLACES = ("waiting", "resumable", "ready")
 _RARE_PLACES = {"queued": "queued in the engine", "environment": "in environments"}  # shown while they are in use
 
@@ -84,7 +83,7 @@ def panel(view: RunView, now: float, options: ConsoleOptions, note: str = "") ->
     phase, width = _PHASE_STYLES.get(view.phase, "yellow"), min(options.max_width, MOST_COLUMNS)
     styles = {"update": "cyan", "phase": f"bold {phase}", "reward": "green", "slots": "green", "note": "yellow"}
     lines = Table.grid(Column(style="dim", width=LABEL_COLUMNS), Column(no_wrap=True, overflow="crop"))
-    for label, words in panel_rows(view, now, note, ascii_only=options.ascii_only).items():
+    for label, words in panel_rows(view, now, note).items():
         lines.add_row(label, Text(words, styles.get(label, "")))
     title, name = Text(f"sortedrl {view.mode}"[: width - 6], "bold"), Text(view.name[: width - 6], "dim")
     return Panel(
@@ -92,11 +91,11 @@ def panel(view: RunView, now: float, options: ConsoleOptions, note: str = "") ->
     )
 
 
-def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = False) -> dict[str, str]:
+def panel_rows(view: RunView, now: float, note: str = "") -> dict[str, str]:
     """The lines of the panel, by label."""
-    snapshot, places = view.snapshot, dict.fromkeys(PLACES, 0) | view.places
+    snapshot, places = view.snapshot, view.places
     eta = f"ETA {'-' if view.ends_at is None else clock(max(0.0, view.ends_at - now))}"
-    done = [f"{view.updates}/{view.updates_in_all}", _bar(view.updates / (view.updates_in_all or 1), ascii_only), eta]
+    done = [f"{view.updates}/{view.updates_in_all}", _bar(view.updates / (view.updates_in_all or 1)), eta]
     evaluated = "" if view.evaluated is None else f" {view.evaluated[0]}/{view.evaluated[1]}"
     reward = [shown("reward", view.rewards[-1])] if view.rewards else ["-"]
     reward += [] if view.correct is None else [f"correct {shown('correct', view.correct)}"]
@@ -111,9 +110,9 @@ def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = 
     rows = {
         "update": done if view.updates_in_all else [str(view.updates), eta],
         "phase": [f"{view.phase}{evaluated}", f"elapsed {clock(max(0.0, now - view.began_at))}"],
-        "reward": [*reward, sparkline(view.rewards, ascii_only=ascii_only)],
+        "reward": [*reward, sparkline(view.rewards)],
         "held-out": [" -> ".join(held_out) or "-"],
-        "slots": [f"{places['running']}/{view.slots} running", _bar(places["running"] / (view.slots or 1), ascii_only)],
+        "slots": [f"{places['running']}/{view.slots} running", _bar(places["running"] / (view.slots or 1))],
         "rollouts": waiting,
         "scoring": [f"backlog {places['finished']}", f"rejected {snapshot.rejected}", snapshot.rejected_most],
         "bubble": [f"now {shown('bubble', snapshot.bubble_now)}", f"run {shown('bubble', snapshot.bubble)}"],
@@ -125,20 +124,18 @@ def panel_rows(view: RunView, now: float, note: str = "", *, ascii_only: bool = 
     return {label: "   ".join(filter(None, parts)) for label, parts in rows.items()}
 
 
-def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """The latest values as blocks, scaled between their min and max."""
     newest = list(values)[-BAR_COLUMNS:]
     if len(newest) < 2:
         return ""
-    blocks = "_.-~=+*#" if ascii_only else "▁▂▃▄▅▆▇█"
     least, span = min(newest), max(newest) - min(newest)
-    return "".join(blocks[round((value - least) / span * (len(blocks) - 1)) if span else 0] for value in newest)
+    return "".join(_BLOCKS[round((value - least) / span * 7) if span else 0] for value in newest)
 
 
-def _bar(share: float, ascii_only: bool) -> str:
+def _bar(share: float) -> str:
     full = round(min(1.0, share) * BAR_COLUMNS)
-    filled, empty = ("#", ".") if ascii_only else ("█", "░")
-    return filled * full + empty * (BAR_COLUMNS - full)
+    return "█" * full + "░" * (BAR_COLUMNS - full)
 
 
 # The consoles
@@ -155,7 +152,10 @@ class PlainConsole:
     def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
         """Start a run. Feed the returned sink after `metrics`."""
         self.state = RunState(metrics, name, updates_in_all)
-        return self.state
+        return self.see
+
+    def see(self, event: Event) -> None:
+        """Its metrics have counted the event."""
 
     def line(self, line: dict[str, Any], *, seen_at: float | None = None, old: bool = False) -> None:
         """A line of metrics.jsonl; `old`: it existed before watching started, so it is not printed."""
@@ -203,12 +203,7 @@ class PanelConsole(PlainConsole):
         with suppress(OSError):  # the terminal is gone, but the run continues
             self._terminal.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
-    def begin(self, metrics: Metrics, name: str, updates_in_all: int | None) -> Sink:
-        super().begin(metrics, name, updates_in_all)
-        return self._take
-
-    def _take(self, event: Event) -> None:
-        self.state(event)
+    def see(self, event: Event) -> None:
         self._look_if_due(at_once=type(event) is Phase)
 
     def print_update(self, line: dict[str, Any]) -> None:

@@ -8,18 +8,18 @@ too: an event of a rollout that is not where the event says, or of an update tha
 from __future__ import annotations
 
 from array import array
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from statistics import fmean
 
 from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
-from sortedrl.log.reading import SeveralRuns, without_rolled_back
+from sortedrl.log.reading import SeveralRuns, handlers_of, without_rolled_back
 from sortedrl.observe.run_metrics import RunMetrics, Snapshot
-from sortedrl.observe.tallies import TurnTally, UpdateLengths, rank_correlation, sortedness
+from sortedrl.observe.tallies import TurnTally, UpdateLengths, rank_correlation, sortedness, units_of
 from sortedrl.observe.uncut_length import Attempts
 from sortedrl.observe.wall_clock import Moment, WallClock
 
@@ -30,9 +30,8 @@ _COUNTS = (  # metrics of these names: of rollouts, then of tokens
     *("generated_tokens", "trained_tokens", "filtered_tokens", "dropped_tokens", "prefill_tokens", "re_prefill_tokens"),
     *("drafted_tokens", "accepted_tokens"),
 )
-_IN_SNAPSHOT = [  # metrics that are cheap
-    *("wall_seconds", "bubble", "idle", "goodput", "waste", "filtered_fraction", "staleness_mean", "staleness_max"),
-]
+REWARDS_KEPT = 60  # updates, for a display
+_IN_SNAPSHOT = [name for name in Snapshot.__slots__ if name in RunMetrics.__slots__ and name not in _COUNTS]
 _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
@@ -47,7 +46,7 @@ class Metrics:
         self.slots = 0
         self._began = self._time = 0.0
         self._moment: Moment | None = None  # of `_time`, once it is needed
-        self._phase, self._gate = "", "open"
+        self.phase, self._gate = "", "open"
         self._live: set[int] = set()  # submitted to the engine, in a slot or in its queue
         self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
@@ -56,6 +55,10 @@ class Metrics:
         self._moment_offset = (0.0, 0.0)  # of empty slot-time per slot, which a resume with other slots does not change
         self._harvest_marks: list[tuple[float, float]] = []  # (all, empty) slot-seconds of harvests at each start
         self._in_slot: set[int] = set()
+        self._have_tokens, self._ready = set[int](), set[int]()  # untrained rollouts: all with tokens; scored ones
+        self.published = 0  # updates
+        self.rewards: deque[float] = deque(maxlen=REWARDS_KEPT)  # means of the latest updates, latest last
+        self.last_lengths: Sequence[int] = ()  # of the latest update
         self._first_expected: dict[int, float] = {}
         self._count = dict.fromkeys(_COUNTS, 0)
         self._staleness: Counter[int] = Counter()
@@ -73,32 +76,7 @@ class Metrics:
         self._turns = TurnTally()
         self._rollouts_per_prompt = 1
         self._trains_whole_groups = self._keeps_seeds = self._overlaps = False
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            events.RunBegan: self._on_run,
-            events.SlotsChanged: self._on_slots_changed,
-            events.Phase: self._on_phase,
-            events.Loaded: self._on_loaded,
-            events.HarvestBegan: self._on_harvest,
-            events.Submitted: self._on_submitted,
-            events.Gate: self._on_gate,
-            events.Started: self._on_started,
-            events.Preempted: self._on_preempted,
-            events.TurnEnded: self._on_turn_ended,
-            events.Observed: self._turns.observe,
-            events.EnvironmentFailed: self._turns.fail,
-            events.Finished: self._on_finished,
-            events.Aborted: self._on_aborted,
-            events.Failed: self._on_failed,
-            events.Regenerated: self._on_regenerated,
-            events.Scored: lambda event: self._wall_clock.score(event.rollout, self._now()),
-            events.Rejected: self._on_rejected,
-            events.Filtered: self._on_filtered,
-            events.Skipped: self._on_skipped,
-            events.Streamed: self._on_streamed,
-            events.Drafted: self._on_drafted,
-            events.Updated: self._on_updated,
-            events.Published: lambda event: self._wall_clock.publish(self._now()),
-        }
+        self._handlers = handlers_of(self)
 
     def __call__(self, event: Event) -> None:
         handler = self._handlers.get(type(event))
@@ -122,8 +100,8 @@ class Metrics:
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
         self._time, self._moment = at, None
-        if self._phase != HARVEST:
-            self._other_phases[self._phase] += self.slots * seconds
+        if self.phase != HARVEST:
+            self._other_phases[self.phase] += self.slots * seconds
             return
         self._harvest_seconds += seconds
         self._harvest_capacity += self.slots * seconds
@@ -147,14 +125,14 @@ class Metrics:
             self._moment = Moment(self._time, before + empty, before_in_environments + of_a_slot * in_environments)
         return self._moment
 
-    def _on_run(self, event: events.RunBegan) -> None:
+    def _on_run_began(self, event: events.RunBegan) -> None:
         if self.slots:
             raise SeveralRuns("a second run starts in the same event log: give each run an EventLog of its own")
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
         self._moment = None
         self._wall_clock.begin(self._now())
-        self._phase = "start"
+        self.phase = "start"
         self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
         self._trains_whole_groups = event.settings.get("whole_groups", False)
         self._keeps_seeds = event.settings.get("keep_seed", False)
@@ -169,7 +147,7 @@ class Metrics:
         self._moment_offset = before.empty - after.empty, before.in_environments - after.in_environments
 
     def _on_phase(self, event: events.Phase) -> None:
-        self._phase = event.phase
+        self.phase = event.phase
         if self._live and event.phase != HARVEST and not self._overlaps:  # the events of their ends are lost
             self._live.clear()
             self._in_slot.clear()
@@ -178,7 +156,7 @@ class Metrics:
     def _on_gate(self, event: events.Gate) -> None:
         self._gate = event.why
 
-    def _on_harvest(self, event: events.HarvestBegan) -> None:
+    def _on_harvest_began(self, event: events.HarvestBegan) -> None:
         self._harvest_marks.append((self._harvest_capacity, sum(self._empty.values())))
 
     # Rollouts
@@ -191,6 +169,8 @@ class Metrics:
     def _on_submitted(self, event: events.Submitted) -> None:
         rollout = event.rollout
         self._live.add(rollout)
+        if event.prefix:
+            self._have_tokens.add(rollout)
         prefilled_before = event.prefix or event.attempt or rollout in self._first_expected
         self._count["re_prefill_tokens" if prefilled_before else "prefill_tokens"] += event.prompt_tokens + event.prefix
         if self._turns.in_use:
@@ -216,6 +196,13 @@ class Metrics:
         if self._leave_engine(event.rollout, event.made):
             self._turns.end_turn(event)
 
+    def _on_observed(self, event: events.Observed) -> None:
+        self._turns.observe(event)
+        self._have_tokens.add(event.rollout)
+
+    def _on_environment_failed(self, event: events.EnvironmentFailed) -> None:
+        self._turns.failures += 1
+
     def _on_finished(self, event: events.Finished) -> None:
         rollout = event.rollout
         if not self._leave_engine(rollout, event.made) and not self._turns.leave(rollout, event.at):
@@ -228,17 +215,26 @@ class Metrics:
 
     def _on_aborted(self, event: events.Aborted) -> None:
         if self._leave_engine(event.rollout, event.made):
+            if event.length:
+                self._have_tokens.add(event.rollout)
             self._drop(event.rollout, event.dropped)
 
     def _on_failed(self, event: events.Failed) -> None:
         if self._leave_engine(event.rollout, event.made):
             self._count["failures"] += 1
+            if event.made:
+                self._have_tokens.add(event.rollout)
             self._drop(event.rollout, event.dropped)
 
     def _on_regenerated(self, event: events.Regenerated) -> None:
         self._count["regenerated"] += 1
+        self._ready.discard(event.rollout)
         self._drop(event.rollout, event.dropped)
         self._wall_clock.forget(event.rollout)
+
+    def _on_scored(self, event: events.Scored) -> None:
+        self._wall_clock.score(event.rollout, self._now())
+        self._ready.add(event.rollout)
 
     def _on_rejected(self, event: events.Rejected) -> None:
         self._count["rejected"] += 1
@@ -249,6 +245,7 @@ class Metrics:
         if self._attempts is not None:
             self._attempts.forget(event.rollout)
         self._first_expected.pop(event.rollout, None)
+        self._leave((event.rollout,))
 
     def _on_skipped(self, event: events.Skipped) -> None:
         self._count["skipped"] += len(event.prompts)
@@ -259,6 +256,7 @@ class Metrics:
         self._count["filtered_tokens"] += event.tokens
         self._filtered_reasons[event.reason] += len(event.rollouts)
         self._reward_sum += event.reward * len(event.rollouts)
+        self._leave(event.rollouts)
         for rollout in event.rollouts:
             self._first_expected.pop(rollout, None)
             self._turns.drop(rollout, event.at)
@@ -268,6 +266,7 @@ class Metrics:
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped_tokens"] += dropped
+            self._have_tokens.discard(rollout)
             self._turns.drop(rollout, self._time)
             if self._attempts is not None:
                 self._attempts.dropped(rollout, self._group_of(rollout), dropped)
@@ -282,6 +281,11 @@ class Metrics:
             self._note_room()
         self._count["generated_tokens"] += made
         return True
+
+    def _leave(self, rollouts: Iterable[int]) -> None:
+        """They were trained on, rejected or filtered."""
+        for rest in (self._live, self._in_slot, self._have_tokens, self._ready):
+            rest.difference_update(rollouts)
 
     def _note_room(self) -> None:
         self._memory_is_short = min(self.slots, len(self._live)) > len(self._in_slot)
@@ -299,12 +303,14 @@ class Metrics:
         if event.update < self._next_update:
             return
         self._next_update = event.update + 1
-        self._live.difference_update(event.rollouts)
-        self._in_slot.difference_update(event.rollouts)
+        self._leave(event.rollouts)
+        self.rewards.append(fmean(event.rewards))
+        self.last_lengths = event.lengths
         self._trained_streamed += len(self._streamed.intersection(event.rollouts))
         self._streamed.clear()
         self._wall_clock.update(self._now())
-        self._updates.append(UpdateLengths.of(self._units(event)))
+        group = self._rollouts_per_prompt if self._trains_whole_groups else 1
+        self._updates.append(UpdateLengths.of(units_of(event, group)))
         lengths = self._turns.train(event)
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(lengths)
@@ -327,14 +333,9 @@ class Metrics:
             if self._attempts is not None:
                 self._attempts.trained(rollout, self._group_of(rollout), length)
 
-    def _units(self, event: events.Updated) -> Iterable[Sequence[int]]:
-        """The lengths of an update, grouped by unit: a rollout, or a whole group."""
-        if not self._trains_whole_groups:
-            return [(length,) for length in event.lengths]
-        groups: defaultdict[int, list[int]] = defaultdict(list)
-        for rollout, length in zip(event.rollouts, event.lengths, strict=True):
-            groups[self._group_of(rollout)].append(length)
-        return groups.values()
+    def _on_published(self, event: events.Published) -> None:
+        self._wall_clock.publish(self._now())
+        self.published = self._next_update
 
     def _group_of(self, rollout: int) -> int:
         """Rollouts of one prompt have consecutive numbers."""
@@ -361,6 +362,20 @@ class Metrics:
             staleness_max=max(self._staleness, default=0),
             tokens_per_step=1 + count["accepted_tokens"] / steps if steps else None,
         )
+
+    def places(self) -> dict[str, int]:
+        """How many rollouts are where, of those that are not trained, rejected or filtered."""
+        elsewhere = self._live.union(self._turns.since, self._wall_clock.unscored, self._ready)
+        found = {
+            "resumable": len(self._have_tokens - elsewhere),  # aborted with its tokens kept, or back from environments
+            "queued": len(self._live) - len(self._in_slot),  # in the engine, without a slot
+            "running": len(self._in_slot),
+            "environment": len(self._turns.since),  # between two turns, without a slot
+            "finished": len(self._wall_clock.unscored),  # but not scored yet
+            "ready": len(self._ready),
+        }
+        gone = sum(self._count[name] for name in ("trained", "rejected", "filtered"))
+        return {"waiting": max(0, self._count["loaded"] - gone - sum(found.values()))} | found  # they have no tokens
 
     def _idle_parts(self) -> dict[str, float]:
         capacity = self._harvest_capacity + sum(self._other_phases.values())
@@ -390,7 +405,6 @@ class Metrics:
             wall_parts=self._wall_clock.fractions(self._now()),
             kept=_ratio(count["trained_tokens"] + cached, self._harvest_seconds),
             cached_tokens=cached,
-            tokens_per_step=now.tokens_per_step,
             rejected_reasons=self._reasons.counts(),
             filtered_reasons=dict(self._filtered_reasons.most_common()),
             updates=updates,

@@ -1,7 +1,5 @@
 """The metrics of a run. Definitions are in docs/metrics.md; `Metrics` (metrics.py) computes them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,13 +1,9 @@
-"""The current state of a run: a fold over its event log and the lines of metrics.jsonl.
+"""The current state of a run: its metrics, and the lines of metrics.jsonl.
 
-`RunState` is fed every event (after the `Metrics` that it reads) and every line of metrics.jsonl. `view()` is an
-immutable snapshot of everything that a display shows, so another thread can draw it. A live console and one that
-follows the files of a run in another process get the same input and show the same.
-
-Invariant after every event: loaded = trained + rejected + filtered + the rollouts in all places.
+`RunState` reads the `Metrics` of the run, and is fed every line of metrics.jsonl. `view()` is an immutable snapshot of
+everything that a display shows, so another thread can draw it. A live console and one that follows the files of a run
+in another process get the same input and show the same.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Iterable
@@ -16,27 +12,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sortedrl.core import events
-from sortedrl.core.events import Event
 from sortedrl.core.wording import printable
 from sortedrl.log.lines import is_number
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import Snapshot
 
-REWARDS_SHOWN = 60  # updates
 _NUMBERS = ("reward", "correct", "length", "bubble", "goodput", "waste", "run_staleness_mean")  # of every update
 _COUNTS = ("updates_in_all", "rejected", "scoring_backlog", "mismatch_kl")  # that a display shows if they are there
-
-
-PLACES = (  # of rollouts that are neither trained nor rejected
-    "waiting",  # no tokens yet: never started, or dropped
-    "resumable",  # aborted with its tokens kept, or back from its environment
-    "queued",  # in the engine, without a slot
-    "running",
-    "environment",  # between two turns, without a slot
-    "finished",  # but not scored yet
-    "ready",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,35 +42,24 @@ class RunView:
     held_out: tuple[float, ...] = ()  # scores, latest last
     evaluated: tuple[int, int] | None = None  # samples done and total, of the current evaluation
     slots: int = 0
-    places: dict[str, int] = field(default_factory=dict)  # rollouts, by PLACES
+    places: dict[str, int] = field(default_factory=dict)  # rollouts: `Metrics.places`
 
 
 class RunState:
     def __init__(self, metrics: Metrics, name: str, updates_in_all: int | None) -> None:
         self.metrics = metrics
         self._view = RunView(printable(name), updates_in_all, metrics.snapshot())
-        self._places = RolloutPlaces()
-        self._handed_out = 0  # updates
+        self._evaluated_in = ""  # phase
         self._resumed_after = 0  # updates
         self._first: tuple[int, float] | None = None  # (update, seconds) of the first line since then
         self._last = (0, 0.0)
         self._line_seen_at = 0.0
 
-    def __call__(self, event: Event) -> None:
-        self._places(event)
-        if isinstance(event, events.Phase):
-            self._change(phase=printable(event.phase), evaluated=None)
-        elif isinstance(event, events.Updated):
-            self._handed_out = event.update + 1
-            lengths = {"mean": fmean(event.lengths), "shortest": min(event.lengths), "longest": max(event.lengths)}
-            self._change(rewards=(*self._view.rewards, fmean(event.rewards))[-REWARDS_SHOWN:], lengths=lengths)
-        elif isinstance(event, events.Published):
-            self._change(updates=self._handed_out)
-
     def _change(self, **seen: Any) -> None:
         self._view = replace(self._view, **seen)
 
     def evaluating(self, done: int, total: int) -> None:
+        self._evaluated_in = self.metrics.phase
         self._change(evaluated=(done, total))
 
     def add_line(self, line: dict[str, Any], seen_at: float) -> None:
@@ -100,7 +71,7 @@ class RunState:
         if is_update(line):
             self._change(correct=line.get("correct"), mismatch=line.get("mismatch_kl"))
         else:
-            self._change(held_out=(*self._view.held_out, line["held_out"]["value"]))
+            self._change(held_out=(*self._view.held_out, line["held_out"]["value"]), evaluated=None)
         if "updates_in_all" in line:
             self._change(updates_in_all=line["updates_in_all"])
 
@@ -118,16 +89,22 @@ class RunState:
         return span / updates * max(0, self._view.updates_in_all - done) if updates else None
 
     def view(self, seen_at: float) -> RunView:
-        snapshot, remaining = self.metrics.snapshot(), self.remaining_seconds()
+        metrics, remaining = self.metrics, self.remaining_seconds()
+        snapshot, lengths = metrics.snapshot(), metrics.last_lengths
         return replace(
             self._view,
-            mode=printable(self.metrics.mode),
+            mode=printable(metrics.mode),
+            phase=printable(metrics.phase or "start"),
+            updates=metrics.published,
+            rewards=tuple(metrics.rewards),
+            lengths={"mean": fmean(lengths), "shortest": min(lengths), "longest": max(lengths)} if lengths else None,
+            evaluated=self._view.evaluated if self._evaluated_in == metrics.phase else None,
             began_at=seen_at - snapshot.wall_seconds,
             ends_at=None if remaining is None else self._line_seen_at + remaining,
             seen_at=seen_at,
             snapshot=replace(snapshot, rejected_most=printable(snapshot.rejected_most)),
-            slots=self.metrics.slots,
-            places=dict(self._places.count),
+            slots=metrics.slots,
+            places=metrics.places(),
         )
 
 
@@ -136,21 +113,31 @@ def is_update(line: dict[str, Any]) -> bool:
     return "reward" in line
 
 
+def text_lines(path: Path) -> list[str]:
+    """The lines of a file, split at line feeds alone: a response may hold other separators. The last may be torn."""
+    try:
+        content = path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    return content.removesuffix("\n").split("\n") if content else []
+
+
 def metrics_lines(texts: Iterable[str]) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that can be read. Of a torn one, the event log has the content."""
-    return [line for line in map(_from_json, texts) if is_metrics_line(line)]
+    return [line for line in map(from_json, texts) if is_metrics_line(line)]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object; None if the file is missing or damaged."""
     try:
-        content = _from_json(path.read_text(encoding="utf-8"))
+        content = from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return None
     return content if isinstance(content, dict) else None
 
 
-def _from_json(text: str) -> Any:
+def from_json(text: str) -> Any:
+    """None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -167,58 +154,3 @@ def is_metrics_line(line: Any) -> bool:
     else:
         needed = [score.get(name) for name in ("value", "low", "high")] if isinstance(score, dict) else [None]
     return all(map(is_number, (line["update"], line.get("seconds"), *needed)))
-
-
-_PLACE_AFTER = {
-    events.Submitted: "queued",
-    events.Started: "running",
-    events.Preempted: "queued",
-    events.TurnEnded: "environment",
-    events.Observed: "resumable",
-    events.Finished: "finished",
-    events.Regenerated: "waiting",
-    events.Scored: "ready",
-}
-
-
-class RolloutPlaces:
-    """The place of every loaded rollout that is not trained, rejected or filtered. Events of others, whose `Loaded`
-    line is lost, are ignored."""
-
-    def __init__(self) -> None:
-        self._place: dict[int, str] = {}
-        self._loaded = 0  # rollouts before this one were seen, or are lost
-        self._kept: dict[int, int] = {}  # prefix tokens of submitted rollouts
-        self.count = dict.fromkeys(PLACES, 0)
-
-    def __call__(self, event: Any) -> None:
-        place = _PLACE_AFTER.get(type(event))
-        if place is not None:
-            self._move(event.rollout, place)
-            if isinstance(event, events.Submitted):
-                self._kept[event.rollout] = event.prefix
-        elif isinstance(event, events.Aborted | events.Failed):
-            made = event.length if isinstance(event, events.Aborted) else self._kept.get(event.rollout, 0) + event.made
-            self._move(event.rollout, "resumable" if made and not event.dropped else "waiting")
-        elif isinstance(event, events.Loaded):
-            new = range(max(event.first, self._loaded), event.first + event.rollouts)
-            self._place.update(dict.fromkeys(new, "waiting"))
-            self.count["waiting"] += len(new)
-            self._loaded = max(self._loaded, new.stop)
-        elif isinstance(event, events.Rejected):
-            self._forget((event.rollout,))
-        elif isinstance(event, events.Updated | events.Filtered):
-            self._forget(event.rollouts)
-
-    def _move(self, rollout: int, place: str) -> None:
-        if rollout in self._place:
-            self.count[self._place[rollout]] -= 1
-            self.count[place] += 1
-            self._place[rollout] = place
-
-    def _forget(self, rollouts: Iterable[int]) -> None:
-        """Rollouts that were trained on, rejected or filtered."""
-        for rollout in rollouts:
-            if rollout in self._place:
-                self.count[self._place.pop(rollout)] -= 1
-            self._kept.pop(rollout, None)

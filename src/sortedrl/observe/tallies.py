@@ -4,7 +4,7 @@ sorted, and how well expected lengths predict real ones."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
@@ -22,16 +22,16 @@ class TurnTally:
         self.failures = 0
         self.trained_tokens = 0  # of environments, in rollouts that were trained on
         self.trained_turns = 0  # of the policy, in rollouts that were trained on
-        self._since: dict[int, float] = {}  # by rollout in its environment
+        self.since: dict[int, float] = {}  # by rollout in its environment
         self._tokens: dict[int, int] = {}  # of the environment, by rollout
         self._unseen: dict[int, int] = {}  # of them, those that the engine has not prefilled yet
 
     @property
     def in_environment(self) -> int:
-        return len(self._since)
+        return len(self.since)
 
     def seconds_at(self, now: float) -> float:
-        return self.seconds + sum(now - since for since in self._since.values())
+        return self.seconds + sum(now - since for since in self.since.values())
 
     def tokens_of(self, rollout: int) -> int:
         """Tokens of the environment that it has."""
@@ -39,15 +39,12 @@ class TurnTally:
 
     def end_turn(self, event: events.TurnEnded) -> None:
         self.in_use = True
-        self._since[event.rollout] = event.at
+        self.since[event.rollout] = event.at
 
     def observe(self, event: events.Observed) -> None:
         self.leave(event.rollout, event.at)
         self._tokens[event.rollout] = self.tokens_of(event.rollout) + event.tokens
         self._unseen[event.rollout] = self._unseen.get(event.rollout, 0) + event.tokens
-
-    def fail(self, event: events.EnvironmentFailed) -> None:
-        self.failures += 1
 
     def submit(self, rollout: int, at: float) -> int:
         """How many of its tokens the engine prefills for the first time."""
@@ -56,7 +53,7 @@ class TurnTally:
 
     def leave(self, rollout: int, at: float) -> bool:
         """Whether it was in its environment, which it leaves now."""
-        since = self._since.pop(rollout, None)
+        since = self.since.pop(rollout, None)
         if since is not None:
             self.seconds += at - since
         return since is not None
@@ -121,6 +118,16 @@ class UpdateLengths(NamedTuple):
             squares=sum(x * x for unit in logs for x in unit),
             unit_squares=sum(sum(unit) ** 2 / len(unit) for unit in logs),
         )
+
+
+def units_of(event: events.Updated, group: int) -> Iterable[Sequence[int]]:
+    """The lengths of an update, by unit: a rollout, or a whole group. Its rollouts have consecutive numbers."""
+    if group == 1:
+        return [(length,) for length in event.lengths]
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for rollout, length in zip(event.rollouts, event.lengths, strict=True):
+        groups[rollout // group].append(length)
+    return groups.values()
 
 
 def sortedness(updates: Sequence[UpdateLengths]) -> float | None:

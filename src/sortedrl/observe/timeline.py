@@ -24,11 +24,9 @@ slices, whose tokens are not in the log yet. `update` is the update in which the
 for every outcome (a kept slice has one once its rollout was trained on), or None.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -36,7 +34,7 @@ from typing import Any
 from sortedrl.core import events
 from sortedrl.core.events import Event
 from sortedrl.core.strategies.registry import STRATEGIES
-from sortedrl.log.reading import without_rolled_back
+from sortedrl.log.reading import handlers_of, without_rolled_back
 
 RUNNING, PREEMPTED, FAILED, DROPPED = "running", "preempted", "failed", "dropped"
 LOOKAHEAD, KEPT, STEPPED, TRAINED, FILTERED = "lookahead", "kept", "stepped", "trained", "filtered"
@@ -85,26 +83,7 @@ class _Timeline:
         self._version = self._harvest = self._loaded = 0
 
     def fold(self, log: Sequence[Event]) -> list[Slice]:
-        handlers: dict[type, Callable[[Any], None]] = {
-            events.RunBegan: self._on_run,
-            events.SlotsChanged: self._on_slots,
-            events.Phase: self._on_phase,
-            events.Loaded: self._on_loaded,
-            events.HarvestBegan: self._on_harvest,
-            events.Published: self._on_published,
-            events.Submitted: self._on_submitted,
-            events.Started: self._on_started,
-            events.Preempted: self._on_preempted,
-            events.TurnEnded: self._on_turn_ended,
-            events.Observed: lambda event: self._in_environment.discard(event.rollout),
-            events.Finished: self._on_finished,
-            events.Aborted: self._on_aborted,
-            events.Failed: self._on_failed,
-            events.Regenerated: lambda event: self._drop(event.rollout),
-            events.Rejected: self._on_rejected,
-            events.Filtered: self._on_filtered,
-            events.Updated: self._on_updated,
-        }
+        handlers = handlers_of(self)
         for event in log:
             handler = handlers.get(type(event))
             if handler is not None:
@@ -115,13 +94,13 @@ class _Timeline:
 
     # The run
 
-    def _on_run(self, event: events.RunBegan) -> None:
+    def _on_run_began(self, event: events.RunBegan) -> None:
         built_in = STRATEGIES.get(event.mode)  # the first logs of this format do not have `gated`
         self._gated = event.gated or (built_in is not None and built_in.gated)
         self._overlaps = event.settings.get("overlap", False)
-        self._on_slots(event)
+        self._on_slots_changed(event)
 
-    def _on_slots(self, event: events.RunBegan | events.SlotsChanged) -> None:
+    def _on_slots_changed(self, event: events.RunBegan | events.SlotsChanged) -> None:
         self._holder = [None] * event.slots
 
     def _on_phase(self, event: events.Phase) -> None:
@@ -136,7 +115,7 @@ class _Timeline:
             self._open[event.cohort] += len(new)
             self._loaded = max(self._loaded, new.stop)
 
-    def _on_harvest(self, event: events.HarvestBegan) -> None:
+    def _on_harvest_began(self, event: events.HarvestBegan) -> None:
         self._harvest, self._version = event.harvest, event.version
 
     def _on_published(self, event: events.Published) -> None:
@@ -172,6 +151,9 @@ class _Timeline:
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
         self._leave_engine(event, STEPPED)
         self._in_environment.add(event.rollout)
+
+    def _on_observed(self, event: events.Observed) -> None:
+        self._in_environment.discard(event.rollout)
 
     def _on_finished(self, event: events.Finished) -> None:
         if event.rollout not in self._in_environment:
@@ -210,6 +192,9 @@ class _Timeline:
             stays[-1].made += since_submit - sum([stay.made for stay in stays])
 
     # Outcomes of the tokens
+
+    def _on_regenerated(self, event: events.Regenerated) -> None:
+        self._drop(event.rollout)
 
     def _on_rejected(self, event: events.Rejected) -> None:
         self._drop(event.rollout)

@@ -10,8 +10,6 @@ Invariants (tests/support/trace_rules.py): times are whole nanoseconds since the
 slices of a track do not overlap. Slices of slots are as long as in the timeline, to the nanosecond.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.install_hint import install_hint
@@ -40,12 +41,11 @@ def tracked(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: values[name] for name in METRICS if values.get(name) is not None}
 
 
-class Tracker(Protocol):
+@dataclass(frozen=True)
+class Tracker:
     name: str
-
-    def log(self, update: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+    log: Callable[[int, Mapping[str, float]], None]  # values after an update
+    close: Callable[[], None]
 
 
 class Trackers:
@@ -53,9 +53,9 @@ class Trackers:
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
-        self._open: list[Tracker] = []
+        self._open: list[Tracker | Endpoint] = []
 
-    def add(self, tracker: Tracker) -> None:
+    def add(self, tracker: Tracker | Endpoint) -> None:
         self._open.append(tracker)
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Trackers:
             self._guarded(tracker, tracker.close)
         self._open = []
 
-    def _guarded(self, tracker: Tracker, act: Callable[..., None], *given: Any) -> None:
+    def _guarded(self, tracker: Tracker | Endpoint, act: Callable[..., None], *given: Any) -> None:
         """A failing tracker must not end the run."""
         try:
             act(*given)
@@ -96,60 +96,48 @@ def require_login(names: Sequence[str]) -> None:
             raise ConfigurationError("tracker", "wandb", why, fix) from None
 
 
-class TensorBoard:
-    """View with `tensorboard --logdir RUN/tensorboard`. Values are 32-bit floats."""
-
-    name = "tensorboard"
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.summary import Writer
-
-        self._writer = Writer(str(folder / self.name))
-
-    def log(self, update: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, update)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class RunTracker:
-    """Weights & Biases and trackio, which log dictionaries.
-
-    The update is a separate metric, not the tracker's step, which must never decrease as it would in a resumed run.
-    """
-
-    def __init__(self, name: str, log: Callable[[dict[str, float]], None], finish: Callable[[], None]) -> None:
-        self.name = name
-        self._log = log
-        self._finish = finish
-
-    def log(self, update: int, values: Mapping[str, float]) -> None:
-        self._log({STEP: update, **values})
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self._finish()
-
-
 def open_tracker(name: str, folder: Path, settings: Mapping[str, Any]) -> Tracker:
     """`folder` is the run folder; its name is the run's name in the tracker."""
-    named: dict[str, Any] = {"project": PROJECT, "name": folder.name, "group": folder.name, "config": dict(settings)}
     if name == "tensorboard":
-        return TensorBoard(folder)
+        return _tensorboard(folder)
+    named: dict[str, Any] = {"project": PROJECT, "name": folder.name, "group": folder.name, "config": dict(settings)}
     if name == "wandb":
         import wandb
 
         run = wandb.init(**named, dir=folder)
         run.define_metric("*", step_metric=STEP)
-        return RunTracker(name, run.log, run.finish)
-    import trackio
+        finish = run.finish
+    else:
+        import trackio
 
-    with redirect_stdout(sys.stderr):  # stdout may carry the command's JSON
-        run = trackio.init(**named)
-    return RunTracker(name, run.log, trackio.finish)  # run.finish would be called again at exit
+        with redirect_stdout(sys.stderr):  # stdout may carry the command's JSON
+            run = trackio.init(**named)
+        finish = trackio.finish  # run.finish would be called again at exit
+
+    def log(update: int, values: Mapping[str, float]) -> None:
+        """The update is a separate metric, not the tracker's step, which must never decrease as it would in a resumed
+        run."""
+        run.log({STEP: update, **values})
+
+    def close() -> None:
+        with redirect_stdout(sys.stderr):
+            finish()
+
+    return Tracker(name, log, close)
+
+
+def _tensorboard(folder: Path) -> Tracker:
+    """View with `tensorboard --logdir RUN/tensorboard`. Values are 32-bit floats."""
+    from tensorboard.summary import Writer
+
+    writer = Writer(str(folder / "tensorboard"))
+
+    def log(update: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, update)
+        writer.flush()
+
+    return Tracker("tensorboard", log, writer.close)
 
 
 # Prometheus

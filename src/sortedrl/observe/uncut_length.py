@@ -10,10 +10,7 @@ of what it has seen so far. The kinds are fitted by expectation maximization; a 
 expected length beyond the cut, averaged over the kinds of its group.
 """
 
-from __future__ import annotations
-
 import math
-from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,17 +30,15 @@ class Attempts:
     """All attempts of a run. Feed it every attempt that ended and every rollout that was trained on."""
 
     def __init__(self) -> None:
-        self._groups, self._lengths, self._finished = array("q"), array("q"), array("b")
+        self._ended: list[tuple[int, int, bool]] = []  # group, length, and whether it finished
         self._first: dict[int, tuple[int, bool]] = {}  # untrained rollouts: first attempt's length, and was it finished
         self._complete: set[int] = set()  # untrained rollouts whose present attempt has finished
         self._trained = 0
         self._finished_tokens = 0  # of first attempts of trained rollouts
-        self._cut_groups, self._cut_lengths = array("q"), array("q")  # the other trained rollouts' first attempts
+        self._cut: list[tuple[int, int]] = []  # group and length of the other trained rollouts' first attempts
 
     def ended(self, rollout: int, group: int, length: int, *, finished: bool) -> None:
-        self._groups.append(group)
-        self._lengths.append(length)
-        self._finished.append(finished)
+        self._ended.append((group, length, finished))
         self._first.setdefault(rollout, (length, finished))
         if finished:
             self._complete.add(rollout)
@@ -62,8 +57,7 @@ class Attempts:
         if finished:
             self._finished_tokens += first
         else:
-            self._cut_groups.append(group)
-            self._cut_lengths.append(first)
+            self._cut.append((group, first))
 
     def forget(self, rollout: int) -> None:
         """Forget a rejected rollout."""
@@ -73,24 +67,24 @@ class Attempts:
     @property
     def was_any_cut(self) -> bool:
         """Whether the first attempt of any trained rollout was cut."""
-        return bool(self._cut_lengths)
+        return bool(self._cut)
 
     def mean_if_uncut(self) -> float:
         """Mean length of the first attempts of trained rollouts; exact if none was cut."""
         total = float(self._finished_tokens)
-        if self._cut_lengths:
+        if self._cut:
             total += sum(self._expected_beyond_cuts())
         return total / self._trained if self._trained else 0.0
 
     def _expected_beyond_cuts(self) -> Iterator[float]:
-        steps = _Steps([n for n, finished in zip(self._lengths, self._finished, strict=True) if finished])
+        steps = _Steps([length for _, length, finished in self._ended if finished])
         seen: defaultdict[int, list[int]] = defaultdict(list)  # group -> codes of its attempts
-        for group, length, finished in zip(self._groups, self._lengths, self._finished, strict=True):
-            seen[group].append(steps.code(length, finished=bool(finished)))
-        every = -(-len(self._groups) // MOST_ATTEMPTS)
+        for group, length, finished in self._ended:
+            seen[group].append(steps.code(length, finished=finished))
+        every = -(-len(self._ended) // MOST_ATTEMPTS)
         kinds = _fitted(steps.count, [tuple(codes) for codes in list(seen.values())[::every]])
         beyond = [kind.expected_beyond(steps.means) for kind in kinds]
-        for group, cut in zip(self._cut_groups, self._cut_lengths, strict=True):
+        for group, cut in self._cut:
             place, posterior = steps.passed(cut), _posterior(kinds, seen[group])
             expected = sum(p * lengths[place] for p, lengths in zip(posterior, beyond, strict=True))
             yield max(cut + 1, expected)  # no response that long has finished: at least one more token

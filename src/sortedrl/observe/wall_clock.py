@@ -13,8 +13,6 @@ counts as scoring to the extent that
 If slots are full and the backlog does not grow, scoring keeps up, and the time counts as generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -47,7 +45,7 @@ class WallClock:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._part = self._part_of_phase = OTHER
         self._since = Moment(0.0, 0.0)
-        self._unscored: dict[int, Moment] = {}  # when each finished response without a score was finished
+        self.unscored: dict[int, Moment] = {}  # when each finished response without a score was finished
         self._last_scored = Moment(0.0, 0.0)  # when the latest response that has a score was finished
         self._last_score = Moment(0.0, 0.0)  # when the latest score arrived
         self._backlog_before = self._finished = 0  # of the current part
@@ -56,18 +54,18 @@ class WallClock:
         self._since = self._last_scored = self._last_score = now
 
     def finish(self, rollout: int, now: Moment) -> None:
-        self._unscored[rollout] = now
+        self.unscored[rollout] = now
         self._finished += 1
 
     def score(self, rollout: int, now: Moment) -> None:
         self._last_score = now
-        finished = self._unscored.pop(rollout, None)
+        finished = self.unscored.pop(rollout, None)
         if finished is not None and finished.at > self._last_scored.at:
             self._last_scored = finished
 
     def forget(self, rollout: int) -> None:
         """It was rejected, or will be regenerated."""
-        self._unscored.pop(rollout, None)
+        self.unscored.pop(rollout, None)
 
     def phase(self, phase: str, now: Moment) -> None:
         self._part_of_phase = _PART_OF_PHASE.get(phase, OTHER)
@@ -91,7 +89,7 @@ class WallClock:
             return
         self._add_current(self._seconds, now)
         self._part, self._since = part, now
-        self._backlog_before, self._finished = len(self._unscored), 0
+        self._backlog_before, self._finished = len(self.unscored), 0
 
     def _add_current(self, seconds: dict[str, float], now: Moment) -> None:
         """Add the time since the current part began."""
@@ -105,13 +103,13 @@ class WallClock:
 
     def _waited_for_scores(self, now: Moment) -> float:
         began = max(self._since, self._last_scored)
-        ended = now if self._unscored else self._last_score
+        ended = now if self.unscored else self._last_score
         seconds = ended.at - began.at
         if seconds <= 0:
             return 0.0
         empty = min(1.0, (ended.empty - began.empty) / seconds)
         busy = max(0.0, 1.0 - empty - (ended.in_environments - began.in_environments) / seconds)
-        growth = max(0, len(self._unscored) - self._backlog_before) / max(1, self._finished)
+        growth = max(0, len(self.unscored) - self._backlog_before) / max(1, self._finished)
         return seconds * (empty + busy * min(1.0, growth))
 
 

@@ -9,21 +9,19 @@ Both files are read again as a whole when they have changed, for at most a tenth
 event that a resume rolled back. Nothing is written.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.events import Event, Phase, Sink, Updated
+from sortedrl.core.events import Phase, Updated
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, read_intact
 from sortedrl.observe.console import PlainConsole, RunConsole
 from sortedrl.observe.metrics import Metrics
-from sortedrl.observe.run_state import is_update, metrics_lines, read_object
+from sortedrl.observe.run_state import is_update, metrics_lines, read_object, text_lines
 from sortedrl.observe.wall_clock import bottleneck_line
 
 POLL_SECONDS = 0.25
@@ -33,19 +31,6 @@ STOPPED_AFTER_SECONDS = 600.0  # without an event, if it is not known whether it
 
 RUNS, ENDED, INTERRUPTED, STOPPED, REMOVED = "runs", "ended", "interrupted", "stopped growing", "removed"
 FAILED = (STOPPED, REMOVED)
-
-
-def kept_readable(stream: TextIO, seconds: float = 1.0) -> Sink:
-    """A sink that flushes the log at every phase change, and otherwise at this interval, so that others can read it."""
-    due = 0.0
-
-    def sink(event: Event) -> None:
-        nonlocal due
-        if event.at >= due or type(event) is Phase:
-            stream.flush()
-            due = event.at + seconds
-
-    return sink
 
 
 class Watched(NamedTuple):
@@ -155,7 +140,6 @@ class Follower:
             self._phases = ["start"]
             for event in read.events:
                 metrics(event)
-                self._console.state(event)
                 if isinstance(event, Phase):
                     self._phases = [event.phase] if event.phase == "harvest" else [*self._phases, event.phase]
                 elif isinstance(event, Updated):
@@ -164,7 +148,7 @@ class Follower:
         self._console.look(self._seen_at())
 
     def _show_lines(self) -> None:
-        lines = metrics_lines(_text(self._metrics).split("\n")[:-1])
+        lines = metrics_lines(text_lines(self._metrics))
         newest = next((line for line in reversed(lines) if is_update(line)), None)
         for line in lines:
             key = line["update"], line["seconds"]
@@ -209,13 +193,6 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_size, status.st_mtime_ns
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
 
 
 def _silence_of(folder: Path) -> float:

@@ -1,11 +1,10 @@
 """The base class of a command's settings: one typed, flat model, read from flags and files by cli/parse.py."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,18 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from sortedrl.core.configuration import ConfigurationError
 
 
-class InvalidSettings(Exception):
-    """Carries a validation error out of pydantic, which would wrap it in another one."""
+class SettingsGroup(BaseModel):
+    """Settings of one component, with the title `help_group` in the help. The text below a field describes it there."""
 
-    def __init__(self, error: pydantic.ValidationError) -> None:
-        self.error = error
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
-class Settings(BaseModel):
-    """What all commands share. Their help is grouped by the models that they are composed of: `help_group` is a title.
-
-    Flags are in cli/parse.py.
-    """
+class Settings(SettingsGroup):
+    """What all commands share. A command is composed of such groups. Flags are in cli/parse.py."""
 
     help_group: ClassVar[str] = "output"
     file_only: ClassVar[frozenset[str]] = frozenset()  # rare settings: no flag, only a key of the TOML file
@@ -33,19 +28,12 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    @pydantic.model_validator(mode="wrap")
-    @classmethod
-    def _refuse(cls, values: Any, validate: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return validate(values)
-        except pydantic.ValidationError as error:
-            raise InvalidSettings(error) from None
-
-    config: Annotated[Path | None, Field(description="TOML file with settings; flags win over it")] = None
-    json_output: Annotated[bool, Field(alias="json", description="print one JSON object instead of tables")] = False
-    dry_run: Annotated[bool, Field(description="print the resolved settings and derived values, and run nothing")] = (
-        False
-    )
+    config: Path | None = None
+    """TOML file with settings; flags win over it"""
+    json_output: Annotated[bool, Field(alias="json")] = False
+    """print one JSON object instead of tables"""
+    dry_run: bool = False
+    """print the resolved settings and derived values, and run nothing"""
 
     def check(self) -> None:
         """Refuse settings that cannot work together or be saved, with a ConfigurationError."""
@@ -76,6 +64,12 @@ def as_json(settings: Settings) -> dict[str, Any]:
         except UnicodeEncodeError:
             raise ConfigurationError(key, str(value), "this is not UTF-8 text", "Rename it.") from None
     return plain
+
+
+def values_for(kind: Any, settings: BaseModel, **derived: Any) -> dict[str, Any]:
+    """For each field of a dataclass, the setting of the same name; `derived` ones win."""
+    names = {field.name for field in fields(kind)} & type(settings).model_fields.keys()
+    return {name: getattr(settings, name) for name in names} | derived
 
 
 def literal(text: str) -> Any:

@@ -1,13 +1,11 @@
 """The settings of a schedule, for all commands that have one. core/schedule.py has what they mean and their rules."""
 
-from __future__ import annotations
-
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
 from sortedrl.core.schedule import Schedule
+from sortedrl.settings.base import SettingsGroup, values_for
 
 MOST = 10_000_000  # of anything that is counted: more is a slip of the keyboard, and would fill the memory
 RolloutsPerUpdate = Annotated[int, Field(ge=1, le=MOST, description="rollouts that one update trains on")]
@@ -19,25 +17,7 @@ Oversubscribe = Annotated[
 ]
 
 
-FilterGroups = Annotated[
-    str | None,
-    Field(
-        description="dynamic sampling: which complete groups are trained on, equal_rewards or your.module:name; the "
-        "scheduler refills what is filtered"
-    ),
-]
-RevisitFiltered = Annotated[
-    float,
-    Field(
-        gt=0, le=1, description="probability that a prompt whose last group was filtered is loaded in the next epoch"
-    ),
-]
-MaxFilteredFraction = Annotated[
-    float, Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was filtered")
-]
-
-
-class ScheduleSettings(BaseModel):
+class ScheduleSettings(SettingsGroup):
     """A command may set other defaults, with the types above."""
 
     help_group: ClassVar[str] = "schedule"
@@ -53,17 +33,11 @@ class ScheduleSettings(BaseModel):
         ),
     ] = None
     rollouts_per_prompt: RolloutsPerPrompt = 1
-    max_staleness: Annotated[
-        int | None,
-        Field(description="bound on staleness in versions, for partial modes; the scheduler waits to keep it"),
-    ] = None
-    overlap: Annotated[
-        bool,
-        Field(
-            description="the engine keeps generating while the learner steps; partial modes only; real engines must be "
-            "servers on GPUs of their own"
-        ),
-    ] = False
+    max_staleness: int | None = None
+    """bound on staleness in versions, for partial modes; the scheduler waits to keep it"""
+    overlap: bool = False
+    """the engine keeps generating while the learner steps; partial modes only; real engines must be servers on GPUs of
+    their own"""
 
 
 def prompts_per_cohort(settings: ScheduleSettings) -> int:
@@ -74,8 +48,7 @@ def prompts_per_cohort(settings: ScheduleSettings) -> int:
 
 def schedule_from(settings: BaseModel, **derived: Any) -> Schedule:
     """The schedule with every setting that has the name of one of its fields. `derived` fields win."""
-    names = {field.name for field in fields(Schedule)} & type(settings).model_fields.keys()
-    values = {name: getattr(settings, name) for name in names} | derived
+    values = values_for(Schedule, settings, **derived)
     if isinstance(settings, ScheduleSettings):
         values["prompts_per_cohort"] = prompts_per_cohort(settings)
     schedule = Schedule(**values)

@@ -1,7 +1,5 @@
 """How many slots suit an update."""
 
-from __future__ import annotations
-
 MANY_SLOTS = 1.5  # times the rollouts of an update
 
 

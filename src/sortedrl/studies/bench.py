@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,8 +27,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.wording import counted
-from sortedrl.engines.forced_lengths import ForcedLengths
-from sortedrl.engines.lengths import length_of_request
+from sortedrl.engines.lengths import ForcedLengths, length_of_request
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.log.atomic_write import write_atomically
@@ -41,6 +40,7 @@ from sortedrl.settings.schedule import Oversubscribe, RolloutsPerUpdate, prompts
 from sortedrl.studies import workload as simulated
 from sortedrl.studies import workload_settings as described
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
+from sortedrl.studies.simulate import Case
 from sortedrl.studies.simulated_settings import SimulatedLearnerSettings
 from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
@@ -50,32 +50,20 @@ from sortedrl.tasks.task import Reward
 from sortedrl.training.engine import bare_engine
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: a mode, its expectation and its oversubscription cap, as `mode[@expectation][*oversubscribe]`."""
-
-    name: str
-    mode: str
-    expectation: str
-    oversubscribe: float | None
-
-    @classmethod
-    def parsed(cls, text: str) -> Case:
-        rest, _, factor = text.partition("*")
-        mode, _, expectation = rest.partition("@")
-        try:
-            oversubscribe = float(factor) if factor else None
-        except ValueError:
-            why, fix = f"{factor!r} is not a number", "Use for example on-policy*1.15."
-            raise ConfigurationError("modes", text, why, fix) from None
-        if expectation and expectation not in EXPECTATIONS:
-            fix = f"Use one of {', '.join(EXPECTATIONS)}."
-            raise ConfigurationError("modes", text, f"no such expectation: {expectation}", fix)
-        return cls(text, mode, expectation or "cold", oversubscribe)
-
-    def schedule(self, schedule: Schedule) -> Schedule:
-        cap = schedule.oversubscribe if self.oversubscribe is None else self.oversubscribe
-        return replace(with_mode(schedule, self.mode), oversubscribe=cap)
+def case_of(text: str, workload: Workload, schedule: Schedule) -> Case:
+    """A row, from `mode[@expectation][*oversubscribe]`: a mode, its expectation and its oversubscription cap."""
+    rest, _, factor = text.partition("*")
+    mode, _, expectation = rest.partition("@")
+    try:
+        cap = float(factor) if factor else schedule.oversubscribe
+    except ValueError:
+        why, fix = f"{factor!r} is not a number", "Use for example on-policy*1.15."
+        raise ConfigurationError("modes", text, why, fix) from None
+    if expectation and expectation not in EXPECTATIONS:
+        fix = f"Use one of {', '.join(EXPECTATIONS)}."
+        raise ConfigurationError("modes", text, f"no such expectation: {expectation}", fix)
+    known = replace(workload, expectation=expectation or "cold")
+    return Case(text, known, replace(with_mode(schedule, mode), oversubscribe=cap))
 
 
 class BenchSettings(WorkloadSettings, EngineSettings):
@@ -93,42 +81,42 @@ class BenchSettings(WorkloadSettings, EngineSettings):
         "a bench has no learner, no rewards and no weight updates; simulate has them",
     )
 
-    model: Annotated[
-        str,
-        Field(
-            description="folder or hub name, or built-in; a config.json is enough for vllm with "
-            "--engine-options load_format dummy"
-        ),
-    ] = "built-in"
-    modes: Annotated[
-        tuple[str, ...],
-        Field(min_length=1, description="schedules to run, each as mode[@cold|warm|oracle][*OVERSUBSCRIBE]"),
-    ] = ("baseline", "on-policy", "on-policy+planned", "partial", "partial+elevator")
+    model: str = "built-in"
+    """folder or hub name, or built-in; a config.json is enough for vllm with --engine-options load_format dummy"""
+    modes: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "baseline",
+        "on-policy",
+        "on-policy+planned",
+        "partial",
+        "partial+elevator",
+    )
+    """schedules to run, each as mode[@cold|warm|oracle][*OVERSUBSCRIBE]"""
     slots: Slots = 32
     rollouts_per_update: RolloutsPerUpdate = 32
     oversubscribe: Oversubscribe = None
     prompt_tokens: PromptTokens = 32
-    max_response_tokens: Annotated[
-        int | None, Field(ge=1, description="cut responses here; default: the longest in --lengths, else 800")
-    ] = None
+    max_response_tokens: Annotated[int | None, Field(ge=1)] = None
+    """cut responses here; default: the longest in --lengths, else 800"""
     median_length: MedianLength = 100.0
-    cohorts: Annotated[int, Field(ge=1, description="length of each run, in cohorts")] = 1
-    updates: Annotated[int | None, Field(ge=1, description="stop each mode after this many updates")] = None
-    limit: Annotated[
-        Literal["simulated", "measured", "none"],
-        Field(description="upper limit of throughput; simulated: from the step time; measured: on the engine"),
-    ] = "none"
-    step_time: Annotated[
-        str, Field(description="profile or preset to predict each mode with; default: no prediction")
-    ] = ""
-    seed: Annotated[int, Field(description="seed of lengths and data order")] = 0
-    out: Annotated[Path | None, Field(description="JSON file, written after every mode")] = None
-    events: Annotated[Path | None, Field(description="folder for event logs, one per mode")] = None
+    cohorts: Annotated[int, Field(ge=1)] = 1
+    """length of each run, in cohorts"""
+    updates: Annotated[int | None, Field(ge=1)] = None
+    """stop each mode after this many updates"""
+    limit: Literal["simulated", "measured", "none"] = "none"
+    """upper limit of throughput; simulated: from the step time; measured: on the engine"""
+    step_time: str = ""
+    """profile or preset to predict each mode with; default: no prediction"""
+    seed: int = 0
+    """seed of lengths and data order"""
+    out: Path | None = None
+    """JSON file, written after every mode"""
+    events: Path | None = None
+    """folder for event logs, one per mode"""
 
     def check(self) -> None:
         for mode in self.modes:
-            case = Case.parsed(mode)
-            strategy_named(case.mode).check(case.schedule(bench_schedule(self)))
+            schedule = case_of(mode, Workload(), bench_schedule(self)).schedule
+            strategy_named(schedule.mode).check(schedule)
             if self.modes.count(mode) > 1:
                 raise ConfigurationError("modes", mode, "it is there twice", "A bench runs each mode once.")
         check_engine(self)
@@ -163,8 +151,8 @@ def bench_workload(settings: BenchSettings, cohorts: int | None = None) -> Workl
 
 
 def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
-    cases, schedule = [Case.parsed(text) for text in settings.modes], bench_schedule(settings)
-    workload = bench_workload(settings)
+    workload, schedule = bench_workload(settings), bench_schedule(settings)
+    cases = [case_of(text, workload, schedule) for text in settings.modes]
     max_length = settings.prompt_tokens + settings.response_limit()
     # Output folders are made, and a model folder without a model is refused, before anything is printed.
     if settings.out is not None:
@@ -197,13 +185,13 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
                 path = settings.events / f"{case.name}.jsonl"
                 sinks.append(JsonLines(files.enter_context(path.open("w", encoding="utf-8"))))
             measured = run(
-                engine, replace(workload, expectation=case.expectation), case.schedule(schedule), vocabulary, *sinks,
-                max_updates=settings.updates, on_update=partial(progress.update, case),
+                engine, case.workload, case.schedule, vocabulary, *sinks,
+                max_updates=settings.updates, on_update=partial(progress.update, case.name),
             )  # fmt: skip
         for name, key in (("of_limit", "goodput"), ("kept_of_limit", "kept")):
             measured |= {"limit": limit, name: measured[key] / limit if limit else None}
         if settings.step_time:
-            measured["predicted"] = predicted(case, workload, schedule, settings.updates)
+            measured["predicted"] = predicted(case, settings.updates)
         found["modes"][case.name] = measured
         progress.cases_ended += 1
         if settings.out is not None:
@@ -222,10 +210,10 @@ class Progress:
     def start(self) -> None:
         self._began = self._now()
 
-    def update(self, case: Case, done: int) -> None:
+    def update(self, case: str, done: int) -> None:
         made, seconds = self.cases_ended * self._per_case + done, self._now() - self._began
         eta = clock(seconds / made * max(0, self.total - made))
-        self._log(f"{case.name}: update {done}/{self._per_case}  elapsed {clock(seconds)}  ETA {eta}")
+        self._log(f"{case}: update {done}/{self._per_case}  elapsed {clock(seconds)}  ETA {eta}")
 
 
 def updates_per_case(workload: Workload, schedule: Schedule, max_updates: int | None) -> int:
@@ -283,7 +271,6 @@ def measured_limit(
     return SteadyState(forced, request_of).tokens_per_second(turnovers=turnovers)
 
 
-def predicted(case: Case, workload: Workload, schedule: Schedule, max_updates: int | None) -> dict[str, Any]:
-    """The simulator's prediction for the same mode and lengths, with the step time of the workload."""
-    workload = replace(workload, expectation=case.expectation)
-    return asdict(simulated.run(workload, case.schedule(schedule), max_updates=max_updates))
+def predicted(case: Case, max_updates: int | None) -> dict[str, Any]:
+    """By the simulator, with the step time of the workload."""
+    return asdict(simulated.run(case.workload, case.schedule, max_updates=max_updates))

@@ -1,7 +1,5 @@
 """What measurements on a real engine share: prompts, a warm-up, the machine and its versions, a place for results."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess
@@ -14,8 +12,8 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, Request
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.forced_lengths import ForcedLengths
 from sortedrl.engines.generate import generate
+from sortedrl.engines.lengths import ForcedLengths
 
 Log = Callable[[str], None]
 FIRST_WORD = 10  # lower token ids are often special tokens

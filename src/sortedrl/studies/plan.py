@@ -7,8 +7,6 @@ choice. So is the effect of streaming, which is exact: on a device for the learn
 Whether drafts (speculative decoding) pay, and from which acceptance on, is a question of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -16,8 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.draft_time import pays_up_to, with_drafts
-from sortedrl.engines.step_time import StepTime
+from sortedrl.engines.step_time import StepTime, pays_up_to, with_drafts
 from sortedrl.studies.simulate import Case, compare
 from sortedrl.studies.simulated_settings import step_times_of
 from sortedrl.studies.workload import Workload, run, with_mode
@@ -57,14 +54,14 @@ class PlanSettings(SimulatedSettings):
 
     not_here: ClassVar[Mapping[str, str]] = {"oversubscribe": "plan tries its own caps; simulate has it"}
 
-    expectation: Annotated[Expectation, Field(description="how well lengths are known in advance")] = "cold"
-    max_cohort_updates: Annotated[
-        int, Field(ge=1, description="largest cohort allowed, in updates; the paper found 8 harmful")
-    ] = 4
-    max_length_bias: Annotated[float, Field(ge=0, description="largest relative bias allowed in trained lengths")] = (
-        0.02
-    )
-    max_staleness_mean: Annotated[float | None, Field(ge=0, description="largest mean staleness of a token")] = None
+    expectation: Expectation = "cold"
+    """how well lengths are known in advance"""
+    max_cohort_updates: Annotated[int, Field(ge=1)] = 4
+    """largest cohort allowed, in updates; the paper found 8 harmful"""
+    max_length_bias: Annotated[float, Field(ge=0)] = 0.02
+    """largest relative bias allowed in trained lengths"""
+    max_staleness_mean: Annotated[float | None, Field(ge=0)] = None
+    """largest mean staleness of a token"""
 
     def check(self) -> None:
         simulated_schedule(self)
@@ -310,12 +307,12 @@ def _streamed(
         for shared in (False, True)
     ]
     found = compare(rows, seeds)
-    by_device = (
-        (option(row.name, row.schedule, found[row.name]) for row in rows if row.workload.share_gpu == shared)
-        for shared in (False, True)
-    )
-    own, shared_gpu = (max(some, key=lambda o: o.run_of_limit) for some in by_device)
-    return own, shared_gpu
+
+    def fastest(*, shared: bool) -> Option:
+        on_device = [row for row in rows if row.workload.share_gpu == shared]
+        return max((option(row.name, row.schedule, found[row.name]) for row in on_device), key=lambda o: o.run_of_limit)
+
+    return fastest(shared=False), fastest(shared=True)
 
 
 def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:

@@ -8,8 +8,6 @@ between. That interval gives the step time; the time before it, minus its decode
 requests are aborted. This works with any engine, even if it delivers tokens in large chunks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +22,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, Request, RequestFailed, RequestFinished
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.wording import counted
-from sortedrl.engines.forced_lengths import ForcedLengths
+from sortedrl.engines.lengths import ForcedLengths
 from sortedrl.engines.settings import EngineSettings, Slots, check_engine
 from sortedrl.engines.speculative import WITHOUT_WEIGHTS, DraftCounts, RepeatLast
 from sortedrl.models import model_named

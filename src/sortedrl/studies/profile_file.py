@@ -1,17 +1,18 @@
 """The file that `sortedrl profile` writes and `--step-time` reads: measured step times of an engine."""
 
-from __future__ import annotations
-
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.log.atomic_write import write_atomically
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Cell:
     running: int
     context: int
     cached_tokens: float  # total of all running requests, in the middle of the interval
-    step_seconds: float
+    step_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     prefill_seconds_per_token: float
 
 
@@ -31,13 +32,13 @@ class Profile:
     model: str
     slots: int
     cells: tuple[Cell, ...]
-    prefill_seconds_per_token: float
+    prefill_seconds_per_token: Seconds
     prefill_tokens_per_step: int | None
-    kv_tokens: int | None
-    weight_update_seconds: float | None
+    kv_tokens: Annotated[int, Field(gt=0)] | None
+    weight_update_seconds: Seconds | None
     machine: str
-    prefill_step_seconds: float = 0.0  # measured for rollouts of several turns only
-    prefill_step_tokens: int = 128  # with requests of so many new tokens
+    prefill_step_seconds: Seconds = 0.0  # measured for rollouts of several turns only
+    prefill_step_tokens: Annotated[int, Field(ge=0)] = 128  # with requests of so many new tokens
     draft_tokens: int = 0  # drafted per request and step, if the engine has drafts; `cells` are without them
     draft_cells: tuple[Cell, ...] = ()  # the same measured with drafts, per step
 
@@ -111,22 +112,8 @@ def heaviest(cells: Sequence[Cell]) -> list[Cell]:
 
 def read(path: Path) -> Profile:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        cells = {name: tuple(Cell(**cell) for cell in fields.get(name, ())) for name in ("cells", "draft_cells")}
-        found = Profile(**(fields | cells))
-        times_are_right = (
-            all(0 < cell.step_seconds < math.inf for cell in (*found.cells, *found.draft_cells))
-            and 0 <= found.prefill_seconds_per_token < math.inf
-            and 0 <= found.prefill_step_seconds < math.inf
-            and found.prefill_step_tokens >= 0
-            and 0 <= (found.weight_update_seconds or 0.0) < math.inf
-        )
-        if not (found.kv_tokens is None or found.kv_tokens > 0):
-            raise TypeError(f"kv_tokens = {found.kv_tokens}")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not a profile ({error}): create one with sortedrl profile") from None
-    if not times_are_right:
-        raise ValueError(
-            f"{path} contains an impossible time, such as a step of 0 s: create it again with sortedrl profile"
-        )
-    return found
+        return TypeAdapter(Profile).validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(f"{path} is not a profile ({why}): create one with sortedrl profile") from None

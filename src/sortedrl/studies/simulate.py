@@ -1,7 +1,5 @@
 """All modes side by side on one workload: what would you gain on your lengths?"""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -21,8 +19,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
-from sortedrl.studies.merged_metrics import merged
-from sortedrl.studies.workload import OwnLimit, Workload, limit, run, with_mode
+from sortedrl.studies.workload import Workload, limit, merged, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
@@ -47,22 +44,16 @@ class SimulateSettings(SimulatedSettings):
     """Compare schedules on one simulated workload: what would I gain on my lengths?"""
 
     oversubscribe: Oversubscribe = None
-    modes: Annotated[
-        tuple[str, ...], Field(min_length=1, description="schedules to compare; your.module:Class is your own")
-    ] = DECIDING_MODES
-    all_modes: Annotated[
-        bool,
-        Field(
-            description="every mode, each with cold, warm and oracle lengths; async-pool only with --overlap and "
-            "--max-staleness"
-        ),
-    ] = False
-    details: Annotated[bool, Field(description="more tables: parts of the bubble, staleness, waiting, prefill")] = False
-    expectations: Annotated[
-        tuple[Expectation, ...],
-        Field(min_length=1, description="how well lengths are known in advance; the first one has the plain mode name"),
-    ] = ("cold", "warm")
-    updates: Annotated[int | None, Field(ge=1, description="stop after this many updates")] = None
+    modes: Annotated[tuple[str, ...], Field(min_length=1)] = DECIDING_MODES
+    """schedules to compare; your.module:Class is your own"""
+    all_modes: bool = False
+    """every mode, each with cold, warm and oracle lengths; async-pool only with --overlap and --max-staleness"""
+    details: bool = False
+    """more tables: parts of the bubble, staleness, waiting, prefill"""
+    expectations: Annotated[tuple[Expectation, ...], Field(min_length=1)] = ("cold", "warm")
+    """how well lengths are known in advance; the first one has the plain mode name"""
+    updates: Annotated[int | None, Field(ge=1)] = None
+    """stop after this many updates"""
 
     def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:
         if self.all_modes:
@@ -129,21 +120,19 @@ def compare(
     """
     jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
     limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
-    by_limit: dict[tuple[int, int], float] = {}
-    results: dict[tuple[str, int], Simulated] = {}
+    found: dict[tuple[Any, int], Any] = {}  # limits by KV cache and seed, runs by row and seed
     total = len(jobs) + len(limits)
     on_progress(0, total)
     for key, value in _on_all_cores(jobs, limits, rows):
-        if isinstance(value, Simulated):
-            results[key] = value
-        else:
-            by_limit[key] = value
-        on_progress(len(results) + len(by_limit), total)
+        found[key] = value
+        on_progress(len(found), total)
     summaries = {}
     for row in rows:
-        runs = [results[row.name, seed] for seed in seeds]
-        steady = [by_limit[row.workload.kv_tokens or 0, seed] for seed in seeds]
-        limits_of_seeds = [run.limit(bound) for run, bound in zip(runs, steady, strict=True)]
+        runs: list[Simulated] = [found[row.name, seed] for seed in seeds]
+        # A run beats the steady state if its responses are shorter than others of the same distribution, because it
+        # ends early or started them all at once: then its limit is its own speed.
+        steady = [found[row.workload.kv_tokens or 0, seed] for seed in seeds]
+        limits_of_seeds = [max(run.run_metrics.goodput, bound) for run, bound in zip(runs, steady, strict=True)]
         summaries[row.name] = summary([run.run_metrics for run in runs], limits_of_seeds)
         summaries[row.name]["goodput_error"] = _goodput_error(row.schedule.mode, runs)
     return summaries
@@ -152,11 +141,6 @@ def compare(
 class Simulated(NamedTuple):
     run_metrics: RunMetrics
     rates: tuple[float, ...]  # tokens per second in each part of the run, of about a cohort each
-    own_limit: float
-
-    def limit(self, steady: float) -> float:
-        """The workload's limit in steady state, or the run's own if it is faster than that."""
-        return steady if self.run_metrics.goodput <= steady else self.own_limit
 
 
 class _Rates:
@@ -179,9 +163,8 @@ class _Rates:
 def simulated(workload: Workload, schedule: Schedule, max_updates: int | None = None) -> Simulated:
     per_cohort = schedule.rollouts_per_cohort or workload.prompts * schedule.rollouts_per_prompt
     rates = _Rates(max(1, per_cohort // schedule.rollouts_needed))
-    own_limit = OwnLimit(workload.step_time, workload.slots, workload.engines)
-    found = run(workload, schedule, rates.see, max_updates=max_updates, own_limit=own_limit)
-    return Simulated(found, tuple(rates.rates), own_limit.tokens_per_second())
+    found = run(workload, schedule, rates.see, max_updates=max_updates)
+    return Simulated(found, tuple(rates.rates))
 
 
 def _goodput_error(mode: str, runs: Sequence[Simulated]) -> float | None:

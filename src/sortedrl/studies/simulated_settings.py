@@ -1,61 +1,43 @@
 """Settings of a simulated run besides lengths and schedule: its learner, which groups are filtered, and drafts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.group_filter import are_equal
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import group_filter
-from sortedrl.engines.draft_time import When, checking_drafts, pays_up_to, with_drafts
-from sortedrl.engines.equal_groups import DrawnEqual, EqualGroups, RecordedEqual
-from sortedrl.engines.lengths import ReplayedLengths
-from sortedrl.engines.step_time import StepTime
-from sortedrl.settings.base import plain_reason
+from sortedrl.engines.lengths import DrawnEqual, EqualGroups, RecordedEqual, ReplayedLengths
+from sortedrl.engines.step_time import StepTime, When, checking_drafts, pays_up_to, with_drafts
+from sortedrl.settings.base import SettingsGroup, plain_reason
 from sortedrl.studies import profile_file
 
 
-class SimulatedLearnerSettings(BaseModel):
+class SimulatedLearnerSettings(SettingsGroup):
     help_group: ClassVar[str] = "simulated learner"
 
-    learner_seconds: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            description="learner time for an update of --rollouts-per-update responses of mean length; larger updates "
-            "take longer in proportion to their tokens",
-        ),
-    ] = None
-    learner_seconds_per_update: Annotated[float, Field(ge=0, description="fixed part of a learner step")] = 0.0
-    learner_seconds_per_token: Annotated[float, Field(ge=0, description="learner time per trained token")] = 0.0
-    separate_learner: Annotated[
-        bool,
-        Field(
-            description="the learner has GPUs of its own: modes that keep tokens generate while it steps (--overlap), "
-            "in the others it works on the coming update during the harvest (--stream)"
-        ),
-    ] = False
-    stream: Annotated[
-        bool,
-        Field(description="the learner works on the coming update during the harvest, on its own device"),
-    ] = False
-    share_gpu: Annotated[
-        bool, Field(description="with --stream: on the engine's GPU, at the speeds measured on an H200")
-    ] = False
-    weight_update_seconds: Annotated[
-        float | None, Field(ge=0, description="seconds per weight update; default: as measured by the profile, or 0")
-    ] = None
-    weights_gb: Annotated[
-        float | None,
-        Field(gt=0, description="size of the weights in GB: with --weights-gb-per-second, the time of a weight update"),
-    ] = None
-    weights_gb_per_second: Annotated[
-        float | None, Field(gt=0, description="bandwidth from the learner to each engine, all engines at once")
-    ] = None
+    learner_seconds: Annotated[float | None, Field(ge=0)] = None
+    """learner time for an update of --rollouts-per-update responses of mean length; larger updates take longer in
+    proportion to their tokens"""
+    learner_seconds_per_update: Annotated[float, Field(ge=0)] = 0.0
+    """fixed part of a learner step"""
+    learner_seconds_per_token: Annotated[float, Field(ge=0)] = 0.0
+    """learner time per trained token"""
+    separate_learner: bool = False
+    """the learner has GPUs of its own: modes that keep tokens generate while it steps (--overlap), in the others it
+    works on the coming update during the harvest (--stream)"""
+    stream: bool = False
+    """the learner works on the coming update during the harvest, on its own device"""
+    share_gpu: bool = False
+    """with --stream: on the engine's GPU, at the speeds measured on an H200"""
+    weight_update_seconds: Annotated[float | None, Field(ge=0)] = None
+    """seconds per weight update; default: as measured by the profile, or 0"""
+    weights_gb: Annotated[float | None, Field(gt=0)] = None
+    """size of the weights in GB: with --weights-gb-per-second, the time of a weight update"""
+    weights_gb_per_second: Annotated[float | None, Field(gt=0)] = None
+    """bandwidth from the learner to each engine, all engines at once"""
 
 
 def weight_transfer_seconds(settings: SimulatedLearnerSettings) -> float | None:
@@ -87,16 +69,12 @@ def check_learner(settings: SimulatedLearnerSettings) -> None:
             raise ConfigurationError(key, getattr(settings, key), why, fix)
 
 
-class SimulatedFilterSettings(BaseModel):
+class SimulatedFilterSettings(SettingsGroup):
     help_group: ClassVar[str] = "dynamic sampling"
 
-    filtered: Annotated[
-        Annotated[float, Field(ge=0, lt=1)] | Literal["file"] | None,
-        Field(
-            description="this fraction of the groups has equal rewards and is not trained on; file: those whose "
-            "rewards in --lengths are equal"
-        ),
-    ] = None
+    filtered: Annotated[float, Field(ge=0, lt=1)] | Literal["file"] | None = None
+    """this fraction of the groups has equal rewards and is not trained on; file: those whose rewards in --lengths are
+    equal"""
 
 
 def equal_groups_of(settings: SimulatedFilterSettings, replayed: ReplayedLengths | None) -> EqualGroups | None:
@@ -115,23 +93,18 @@ def check_filter(settings: SimulatedFilterSettings, replayed: ReplayedLengths | 
     group_filter(schedule)
 
 
-class SimulatedDraftSettings(BaseModel):
+class SimulatedDraftSettings(SettingsGroup):
     help_group: ClassVar[str] = "drafts"
 
-    drafts: Annotated[
-        When, Field(description="speculative decoding: none, only while few requests run (tail), or always")
-    ] = "none"
-    draft_tokens: Annotated[int, Field(ge=1, le=128, description="drafted tokens per request and step")] = 3
-    draft_acceptance: Annotated[
-        float, Field(ge=1, description="mean tokens per request and step, from 1 (none accepted) to draft_tokens + 1")
-    ] = 2.0
-    draft_step_time: Annotated[
-        str,
-        Field(
-            description="profile of an engine with drafts; default: a step takes as long as one of draft_tokens + 1 "
-            "times as many requests"
-        ),
-    ] = ""
+    drafts: When = "none"
+    """speculative decoding: none, only while few requests run (tail), or always"""
+    draft_tokens: Annotated[int, Field(ge=1, le=128)] = 3
+    """drafted tokens per request and step"""
+    draft_acceptance: Annotated[float, Field(ge=1)] = 2.0
+    """mean tokens per request and step, from 1 (none accepted) to draft_tokens + 1"""
+    draft_step_time: str = ""
+    """profile of an engine with drafts; default: a step takes as long as one of draft_tokens + 1 times as many
+    requests"""
 
 
 def step_times_of(settings: SimulatedDraftSettings, plain: StepTime) -> tuple[StepTime, StepTime]:

@@ -1,7 +1,5 @@
 """Tokens per second with every slot full: the upper bound of any schedule, simulated or measured on a real engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from sortedrl.core.engine import Engine, Request, RequestFailed, RequestFinished, Tokens

@@ -1,7 +1,5 @@
 """The terminal's view of a study: rich tables, plain when piped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any

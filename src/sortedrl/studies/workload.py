@@ -1,11 +1,9 @@
 """A workload (lengths, slots, batch sizes, step time), and one simulated run of a mode on it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any
@@ -21,16 +19,17 @@ from sortedrl.core.seeds import derive_seed, mixing
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.turns import Environments
 from sortedrl.engines.episodes import EpisodeOf, end_of_turn, place_of
-from sortedrl.engines.equal_groups import EqualGroups, simulated_reward
 from sortedrl.engines.lengths import (
+    EqualGroups,
     LengthOf,
     LognormalLengths,
     length_of_request,
     normal,
     remembered,
+    simulated_reward,
     with_shared_cache,
 )
-from sortedrl.engines.routing import even_split
+from sortedrl.engines.pool_members import even_split
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.simulated_loop import SimulatedLearner, SimulatedScorer, simulated_environments
@@ -40,7 +39,6 @@ from sortedrl.engines.virtual_time import VirtualTimeEngine
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.studies.merged_metrics import of_controllers
 from sortedrl.studies.steady_state import SteadyState
 
 EXPECTATIONS = ("cold", "warm", "oracle")
@@ -49,6 +47,9 @@ MEAN_OF_PROMPTS = 20_000  # for the mean length
 # The limit is measured with at least so many rollouts per slot, but not more than these for this reason alone.
 STEADY_TURNOVERS, STEADY_ROLLOUTS = 40, 160_000
 REFERENCE_LENGTHS = LognormalLengths()
+MAXIMA = ("slots", "staleness_max", "longest_wait_updates")
+OF_EACH_CONTROLLER = ("updates", "harvests", *MAXIMA[1:])  # whole numbers that do not add up
+RATES = ("goodput", "kept", "rollouts_per_update_mean", "trained_rollouts_per_hour", "trained_tokens_per_hour")
 KV_BLOCK_TOKENS = 16  # vLLM's default: a returning rollout computes 8.5 tokens again on average
 
 
@@ -108,27 +109,21 @@ def mean_response_tokens(workload: Workload, schedule: Schedule) -> float:
     return fmean(min(length, schedule.max_response_tokens) for length in lengths)
 
 
-class NoisyOracle:
+class NoisyOracle(SensedLengths):
     """Expects the true length times log-normal noise: an expectation of known quality."""
 
-    def __init__(self, lengths: LengthOf, schedule: Schedule, log_noise: float = ORACLE_LOG_NOISE) -> None:
+    def __init__(self, lengths: LengthOf, schedule: Schedule) -> None:
+        super().__init__()
         self._lengths = remembered(lengths)
         self._schedule = schedule
-        self._log_noise = log_noise
 
     def estimate(self, rollout: Rollout) -> float:
         seed = rollout.seed if self._schedule.keep_seed else derive_seed(rollout.seed, rollout.attempt)
         length = min(self._lengths(rollout.prompt, seed), self._schedule.max_response_tokens)
-        return length * math.exp(self._log_noise * normal(derive_seed(rollout.seed, 7)))
+        return length * math.exp(ORACLE_LOG_NOISE * normal(derive_seed(rollout.seed, 7)))
 
-    def observe(self, rollout: Rollout) -> None: ...
-
-    def forget(self, prompt_id: str) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def observe(self, rollout: Rollout) -> None:
+        """There is nothing to learn."""
 
 
 def expectation_for(workload: Workload, schedule: Schedule) -> Expectation:
@@ -202,44 +197,6 @@ class UncutLengths:
         return min(self._workload.response_length(rollout.prompt, seed), self._schedule.max_response_tokens)
 
 
-class OwnLimit:
-    """An upper bound on the tokens per second of one run: no order of the responses that it trained on takes less time.
-
-    `limit` is the mean over other draws of the same lengths, in steady state. A run may beat it if its responses are
-    shorter, because it ends early or started them all at once; it never beats its own limit.
-    """
-
-    def __init__(self, step_time: StepTime, slots: int, engines: int = 1) -> None:
-        slots = max(even_split(slots, engines))
-        self._engines = engines
-        self._per_token = min(step_time.at(running) / running for running in range(1, slots + 1))
-        self._per_cached_token = min(step_time.per_cached(running) for running in range(1, slots + 1))
-        self._per_prefill_token = step_time.per_prefill_token
-        self._is_chunked = step_time.has_chunked_prefill
-        self._seconds = 0.0
-        self._tokens = 0
-
-    def add(self, batch: Batch) -> None:
-        for rollout in batch:
-            context = len(rollout.prompt.tokens)
-            prefilled = 0 if self._is_chunked else context  # chunked: another one of its group may have prefilled it
-            for segment in rollout.segments:
-                tokens = len(segment)
-                if segment.is_environment:
-                    prefilled += tokens
-                else:
-                    self._tokens += tokens
-                    decoded = tokens - self._is_chunked  # chunked: the prefill generates the first one
-                    self._seconds += decoded * (
-                        self._per_token + self._per_cached_token * (context + (decoded - 1) / 2)
-                    )
-                context += tokens
-            self._seconds += prefilled * self._per_prefill_token
-
-    def tokens_per_second(self) -> float:
-        return self._engines * self._tokens / self._seconds if self._seconds else math.inf
-
-
 class ControllerRun:
     """A controller with its engines, and the learner's part of the loop."""
 
@@ -297,7 +254,6 @@ def run(
     schedule: Schedule,
     *sinks: Sink,
     max_updates: int | None = None,
-    own_limit: OwnLimit | None = None,
 ) -> RunMetrics:
     """One simulated run, from the first prompt to the last update. Several controllers meet at every update: the
     learner starts when all have their batch, and its processes, one per controller, wait for the one with the most
@@ -312,9 +268,6 @@ def run(
         for batches in zip_longest(*(part.controller for part in runs)):
             present = [(part, batch) for part, batch in zip(runs, batches, strict=True) if batch is not None]
             tokens = max(part.take(batch) for part, batch in present)
-            if own_limit is not None:
-                for _, batch in present:
-                    own_limit.add(batch)
             seconds, last = workload.learner_seconds(count * tokens), max(part.engine.now() for part, _ in present)
             for part, _ in present:
                 part.publish_after(last - part.engine.now() + seconds)
@@ -388,3 +341,45 @@ def with_mode(schedule: Schedule, mode: str) -> Schedule:
         max_staleness=schedule.max_staleness if strategy.keeps_tokens else None,
         overlap=schedule.overlap and strategy.keeps_tokens,
     )
+
+
+# The metrics of several runs as those of one: over seeds, or over controllers that train together
+
+
+def merged(runs: Sequence[RunMetrics], add: Collection[str] = ()) -> dict[str, Any]:
+    """Sums of histograms and of the metrics in `add`, maxima of maxima, else means. Unknown values do not count."""
+    result: dict[str, Any] = {}
+    for field in fields(RunMetrics):
+        name, values = field.name, [getattr(run_metrics, field.name) for run_metrics in runs]
+        first, known = values[0], [value for value in values if value is not None]
+        if isinstance(first, dict):
+            result[name] = _merged_counts(values, add=name in add or name.endswith("histogram"))
+        elif name == "bubble_per_harvest":
+            result[name] = first if len(runs) == 1 else [fmean(column) for column in zip(*values, strict=False)]
+        elif isinstance(first, bool | str):
+            result[name] = first
+        elif name in add:
+            result[name] = sum(known)
+        else:
+            result[name] = max(values) if name in MAXIMA else fmean(known) if known else None
+    return result
+
+
+def of_controllers(runs: Sequence[RunMetrics]) -> RunMetrics:
+    """Counts, and rates of tokens and rollouts, add up; fractions are means, since all have as many slots. The run ends
+    with the last controller."""
+    if len(runs) == 1:
+        return runs[0]
+    longest = max(run.wall_seconds for run in runs)
+    hourly = [name for name in RATES if name.endswith("hour")]
+    runs = [replace(run, **{name: getattr(run, name) * run.wall_seconds / longest for name in hourly}) for run in runs]
+    counts = [field.name for field in fields(RunMetrics) if field.type is int]
+    add = {*counts, *RATES, "rejected_reasons", "filtered_reasons"} - {*OF_EACH_CONTROLLER}
+    return RunMetrics(**merged(runs, add) | {"wall_seconds": longest})
+
+
+def _merged_counts(values: Sequence[dict[Any, float]], *, add: bool) -> dict[Any, float]:
+    total: Counter[Any] = Counter()
+    for value in values:
+        total.update(value)
+    return {key: number if add else number / len(values) for key, number in sorted(total.items())}

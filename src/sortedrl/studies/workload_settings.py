@@ -1,14 +1,12 @@
 """The settings of a workload and the schedules to try on it, for simulate, plan and bench."""
 
-from __future__ import annotations
-
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
@@ -17,10 +15,10 @@ from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
 from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
-from sortedrl.engines.routing import even_split
+from sortedrl.engines.pool_members import even_split
 from sortedrl.engines.settings import Slots
 from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
-from sortedrl.settings.base import Settings, plain_reason
+from sortedrl.settings.base import Settings, SettingsGroup, plain_reason, values_for
 from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
 from sortedrl.studies.simulated_settings import (
@@ -37,7 +35,6 @@ from sortedrl.studies.simulated_settings import (
 from sortedrl.studies.workload import Workload, mean_response_tokens
 
 Expectation = Literal["cold", "warm", "oracle"]
-Read = TypeVar("Read")
 _LENGTHS_FIX = (
     'Name a run folder, or a file with one number per line, objects such as {"prompt": "id", "length": 812}, or CSV '
     "with a column `length`. Logs with text instead: see docs/my_lengths.md."
@@ -48,29 +45,22 @@ MedianLength = Annotated[
 PromptTokens = Annotated[int, Field(ge=0, le=MOST, description="tokens per prompt")]
 
 
-class LengthSettings(BaseModel):
+class LengthSettings(SettingsGroup):
     """How long prompts and responses are."""
 
     help_group: ClassVar[str] = "prompts and responses"
     default_response_limit: ClassVar[int] = 8192
 
-    lengths: Annotated[
-        Path | None,
-        Field(
-            description="your response lengths: a JSONL or CSV file, or a run folder; default: drawn from a lognormal"
-        ),
-    ] = None
+    lengths: Path | None = None
+    """your response lengths: a JSONL or CSV file, or a run folder; default: drawn from a lognormal"""
     median_length: MedianLength = 1273.7
-    length_sd_between: Annotated[
-        float, Field(ge=0, le=10, description="standard deviation of log length between prompts")
-    ] = 0.8
-    length_sd_within: Annotated[
-        float, Field(ge=0, le=10, description="standard deviation of log length within a prompt")
-    ] = 0.6
+    length_sd_between: Annotated[float, Field(ge=0, le=10)] = 0.8
+    """standard deviation of log length between prompts"""
+    length_sd_within: Annotated[float, Field(ge=0, le=10)] = 0.6
+    """standard deviation of log length within a prompt"""
     prompt_tokens: PromptTokens = 128
-    max_response_tokens: Annotated[
-        int | None, Field(ge=1, description="cut responses here; default: the longest in --lengths, else 8192")
-    ] = None
+    max_response_tokens: Annotated[int | None, Field(ge=1)] = None
+    """cut responses here; default: the longest in --lengths, else 8192"""
 
     @cached_property
     def _replayed(self) -> ReplayedLengths | ReplayedEpisodes | None:
@@ -104,7 +94,7 @@ class LengthSettings(BaseModel):
         return 0
 
 
-class StepTimeSettings(BaseModel):
+class StepTimeSettings(SettingsGroup):
     """How fast the engine is, and how much it can cache."""
 
     help_group: ClassVar[str] = "engine"
@@ -115,12 +105,27 @@ class StepTimeSettings(BaseModel):
             description=f"{', '.join(PRESETS)}, a file from sortedrl profile, or a CSV of running,cached_tokens,seconds"
         ),
     ] = "h200-8b"
-    prefill_seconds_per_token: Annotated[
-        float | None, Field(ge=0, description="seconds of prefill per token; default: as in the step time")
-    ] = None
-    kv_tokens: Annotated[
-        int | None, Field(ge=1, description="KV cache capacity in tokens; requests beyond it are preempted")
-    ] = None
+    prefill_seconds_per_token: Annotated[float | None, Field(ge=0)] = None
+    """seconds of prefill per token; default: as in the step time"""
+    kv_tokens: Annotated[int | None, Field(ge=1)] = None
+    """KV cache capacity in tokens; requests beyond it are preempted"""
+
+    @cached_property
+    def step_time_and_profile(self) -> tuple[StepTime, profile_file.Profile | None]:
+        path = Path(self.step_time)
+        try:
+            if path.suffix == ".json":
+                profile = profile_file.read(path)
+                return profile.step_time(), profile
+            return PRESETS.get(self.step_time) or fit(read_points(path), source=f"fit to {path}"), None
+        except (OSError, ValueError) as error:
+            near = difflib.get_close_matches(self.step_time, PRESETS, n=1)
+            fix = f"{f'Did you mean {near[0]}? ' if near else ''}Presets: {', '.join(PRESETS)}."
+            raise ConfigurationError("step_time", self.step_time, plain_reason(error), fix) from None
+
+    @property
+    def profile(self) -> profile_file.Profile | None:
+        return self.step_time_and_profile[1] if self.step_time.endswith(".json") else None
 
 
 class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSettings):
@@ -129,10 +134,10 @@ class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSetti
     help_group: ClassVar[str] = "schedule"
 
     slots: Slots = 128
-    whole_groups: Annotated[bool, Field(description="update on whole groups, as GRPO and RLOO need")] = False
-    keep_seed: Annotated[
-        bool, Field(description="a regenerated rollout draws the same length as the attempt that was aborted")
-    ] = False
+    whole_groups: bool = False
+    """update on whole groups, as GRPO and RLOO need"""
+    keep_seed: bool = False
+    """a regenerated rollout draws the same length as the attempt that was aborted"""
 
     def most_slots_per_engine(self) -> int:
         return self.slots
@@ -143,33 +148,24 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
 
     help_group: ClassVar[str] = "simulated run"
 
-    engines: Annotated[
-        int, Field(ge=1, le=100_000, description="engines that share the slots evenly, each as fast as --step-time")
-    ] = 1
-    controllers: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=100_000,
-            description="schedulers with a part of the engines and of every update each, as TRL has one per process",
-        ),
-    ] = 1
-    turns: Annotated[
-        int,
-        Field(ge=1, le=MOST, description="turns per response; with several, lengths are those of one turn"),
-    ] = 1
-    observation_tokens: Annotated[
-        int, Field(ge=1, le=MOST, description="tokens of an environment's answer between two turns")
-    ] = 128
-    environment_seconds: Annotated[
-        float, Field(ge=0, description="mean time until an environment answers; lognormal, sd 1 of the logarithm")
-    ] = 5.0
-    reuse_kv_cache: Annotated[
-        bool, Field(description="keep the KV cache across weight updates (stale KV): resumed rollouts need no prefill")
-    ] = False
-    score_seconds: Annotated[float, Field(ge=0, description="seconds from the end of a rollout to its reward")] = 0.0
-    cohorts: Annotated[int, Field(ge=1, le=MOST, description="length of each simulated run, in cohorts")] = 6
-    seeds: Annotated[tuple[int, ...], Field(min_length=1, description="one simulated run per seed")] = (0,)
+    engines: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """engines that share the slots evenly, each as fast as --step-time"""
+    controllers: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """schedulers with a part of the engines and of every update each, as TRL has one per process"""
+    turns: Annotated[int, Field(ge=1, le=MOST)] = 1
+    """turns per response; with several, lengths are those of one turn"""
+    observation_tokens: Annotated[int, Field(ge=1, le=MOST)] = 128
+    """tokens of an environment's answer between two turns"""
+    environment_seconds: Annotated[float, Field(ge=0)] = 5.0
+    """mean time until an environment answers; lognormal, sd 1 of the logarithm"""
+    reuse_kv_cache: bool = False
+    """keep the KV cache across weight updates (stale KV): resumed rollouts need no prefill"""
+    score_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """seconds from the end of a rollout to its reward"""
+    cohorts: Annotated[int, Field(ge=1, le=MOST)] = 6
+    """length of each simulated run, in cohorts"""
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    """one simulated run per seed"""
 
     def response_limit(self) -> int:
         """By default no response is cut, if the lengths in a file are those of one turn."""
@@ -194,8 +190,7 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
         """As set, or as measured by the profile."""
         if (seconds := weight_transfer_seconds(self)) is not None:
             return seconds
-        profile = _profile(self)
-        return (profile.weight_update_seconds if profile is not None else None) or 0.0
+        return (None if self.profile is None else self.profile.weight_update_seconds) or 0.0
 
 
 def simulated_schedule(settings: SimulatedSettings) -> Schedule:
@@ -213,26 +208,16 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
 
 def simulated_workload(settings: SimulatedSettings) -> Workload:
     slots, plain = settings.most_slots_per_engine(), step_time_of(settings)
-    workload = Workload(
-        lengths=length_of(settings),
-        episodes=episodes_of(settings),
-        step_time=with_settings_of(settings, plain, slots, settings.usual_context()),
-        slots=settings.slots,
-        engines=settings.engines,
-        controllers=settings.controllers,
-        prompts=settings.cohorts * prompts_per_cohort(settings),
-        prompt_tokens=settings.prompt_tokens,
-        kv_tokens=kv_tokens_of(settings),
-        reuse_kv_cache=settings.reuse_kv_cache,
-        weight_update_seconds=settings.resolved_weight_update_seconds(),
-        learner_seconds_per_update=settings.learner_seconds_per_update,
-        learner_seconds_per_token=settings.learner_seconds_per_token,
-        stream=settings.stream,
-        share_gpu=settings.share_gpu,
-        separate_learner=settings.separate_learner,
-        score_seconds=settings.score_seconds,
-        equal_groups=equal_groups_of(settings, settings.replayed_lengths),
-    )
+    derived = {
+        "lengths": length_of(settings),
+        "episodes": episodes_of(settings),
+        "step_time": with_settings_of(settings, plain, slots, settings.usual_context()),
+        "prompts": settings.cohorts * prompts_per_cohort(settings),
+        "kv_tokens": kv_tokens_of(settings),
+        "weight_update_seconds": settings.resolved_weight_update_seconds(),
+        "equal_groups": equal_groups_of(settings, settings.replayed_lengths),
+    }
+    workload = Workload(**values_for(Workload, settings, **derived))
     if settings.learner_seconds is None:
         return workload
     schedule = simulated_schedule(settings)
@@ -266,7 +251,7 @@ def length_of(settings: LengthSettings) -> LengthOf:
 
 
 def step_time_of(settings: StepTimeSettings) -> StepTime:
-    found = PRESETS.get(settings.step_time) or _from_step_time_file(settings, _fitted)
+    found, _ = settings.step_time_and_profile
     if settings.prefill_seconds_per_token is not None:
         found = found.scaled(per_prefill_token=settings.prefill_seconds_per_token)
     return found
@@ -274,7 +259,7 @@ def step_time_of(settings: StepTimeSettings) -> StepTime:
 
 def kv_tokens_of(settings: StepTimeSettings) -> int | None:
     """As set, or as measured by the profile."""
-    profile = _profile(settings)
+    profile = settings.profile
     return profile.kv_tokens if settings.kv_tokens is None and profile is not None else settings.kv_tokens
 
 
@@ -354,24 +339,3 @@ def check_engines(settings: SimulatedSettings) -> None:
         if getattr(settings, key):
             why = "with one controller per training process, engine and learner take turns"
             raise ConfigurationError(key, True, why, "Leave it out, or use one controller.")
-
-
-def _profile(settings: StepTimeSettings) -> profile_file.Profile | None:
-    return _from_step_time_file(settings, profile_file.read) if settings.step_time.endswith(".json") else None
-
-
-def _fitted(path: Path) -> StepTime:
-    if path.suffix == ".json":
-        return profile_file.read(path).step_time()
-    return fit(read_points(path), source=f"fit to {path}")
-
-
-def _from_step_time_file(settings: StepTimeSettings, read: Callable[[Path], Read]) -> Read:
-    try:
-        return read(Path(settings.step_time))
-    except (OSError, ValueError) as error:
-        near = difflib.get_close_matches(settings.step_time, PRESETS, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise ConfigurationError(
-            "step_time", settings.step_time, plain_reason(error), f"{hint}Presets: {', '.join(PRESETS)}."
-        ) from None

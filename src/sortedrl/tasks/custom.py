@@ -7,8 +7,6 @@ counts as correct if it is at least 1; return a Reward to override that.
 An invalid reward function is refused here, before the run. Its errors on a response are handled by scoring.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -147,13 +145,10 @@ def _require_task(task: Any, path: str) -> AnyTask:
 
 
 def _two_argument_function(function: Any, path: str) -> Callable[[Problem, str], Any]:
-    for is_kind, kind in (
-        (inspect.iscoroutinefunction, "async"),
-        (inspect.isasyncgenfunction, "async"),
-        (inspect.isgeneratorfunction, "a generator"),
-    ):
-        if is_kind(function):
-            raise ValueError(f"the reward {path} is {kind}: make it a plain function that returns a number")
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    if is_async or inspect.isgeneratorfunction(function):
+        kind = "async" if is_async else "a generator"
+        raise ValueError(f"the reward {path} is {kind}: make it a plain function that returns a number")
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some C functions have no signature

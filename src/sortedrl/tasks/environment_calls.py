@@ -4,8 +4,6 @@ A call is a turn of a rollout, whose result is an answer for the scheduler (core
 rollout by a limit, whose result is a score (core/scoring.py).
 """
 
-from __future__ import annotations
-
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """A worker process that holds environment instances and answers many calls at a time, in one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

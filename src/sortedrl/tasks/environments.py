@@ -3,8 +3,6 @@
 The same object is the scorer of rollouts that a limit ended: `finish` of their instance gives the reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -12,7 +10,7 @@ from typing import Any, Protocol
 
 from sortedrl.core.rollout import Rollout, State
 from sortedrl.core.turns import Answer
-from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
+from sortedrl.tasks.encode import ChatTurns, TemplateRefused
 from sortedrl.tasks.environment import Message, Response
 from sortedrl.tasks.environment_calls import EnvironmentCalls, Pending, Turn, turns_of
 from sortedrl.tasks.environment_host import Call, Host, Result

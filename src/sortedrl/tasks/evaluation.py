@@ -11,8 +11,6 @@ with its opposite (for right and wrong: Bonett and Price 2012); for scores, two 
 Coull 1998). `benchmarks/interval_coverage.py` measures both.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -51,8 +49,6 @@ class Evaluation:
     parts: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.problem_ids) != len(self.correct):
-            raise ValueError(f"{len(self.problem_ids)} problem ids but {len(self.correct)} rows of samples")
         samples_per_problem(self.correct)
 
 

@@ -6,8 +6,6 @@ that is left below it and ends as the child did. Linux makes orphans below a "su
 leave. Elsewhere the guardian kills the child's process group.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

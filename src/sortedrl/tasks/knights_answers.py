@@ -1,7 +1,5 @@
 """The reward of Knights & Knaves: reads an answer strictly, so that no text can count as several answers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

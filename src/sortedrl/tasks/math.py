@@ -11,8 +11,6 @@ trying (math_limits.py). A policy exploits every leniency, so anything not known
 - everything else as math-verify decides (expressions, intervals, sets, matrices, equations).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

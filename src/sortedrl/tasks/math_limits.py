@@ -5,8 +5,6 @@ text without evaluating anything, so that such answers cost no time. What they m
 worker process (math.py). A complex reference raises the limits: an answer may be twice as complex as its reference.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ processes that are killed if they do not finish in time; the answer then counts 
 all: that of `knights_knaves` rewards wrong answers, so its answers are compared exactly.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@
 Dependencies of a task are imported only when it is used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any

@@ -12,8 +12,6 @@ A thread cannot be killed. A reward that may hang or takes long should run in pr
 (`reward_function(..., processes=2)`); a thread that hangs is abandoned.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

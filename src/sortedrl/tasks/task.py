@@ -1,7 +1,5 @@
 """The task interface: training problems, held-out problems, and a reward function."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -5,8 +5,6 @@ Only the words below are units. Anything else that follows a number is part of t
 Single letters are units only if LaTeX marks them as text (`6 \text{ m}`): a bare `6m` has a variable m.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

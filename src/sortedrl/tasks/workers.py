@@ -42,7 +42,26 @@ class _Again(Exception):
     """The process ended by the fault of another call."""
 
 
-class WorkerPool:
+class HasWorkers:
+    """Its worker processes end with it, even if it is only forgotten."""
+
+    def __init__(self, service: Service, workers: int) -> None:
+        self._workers = Workers(service, workers)
+        weakref.finalize(self, self._workers.close)
+
+    def wait_until_ready(self) -> None:
+        """Start a worker and wait until it has built what it serves. Raises WorkerError if that fails."""
+        self._workers.wait_until_ready()
+
+    def process_ids(self) -> list[int]:
+        return self._workers.process_ids()
+
+    def close(self) -> None:
+        """Kill all workers, busy ones too: calls raise WorkerError, or those of environments get no result."""
+        self._workers.close()
+
+
+class WorkerPool(HasWorkers):
     """Calls a function in worker processes, one call at a time in each. Callable from any thread.
 
     `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
@@ -60,10 +79,9 @@ class WorkerPool:
         memory_bytes: int | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        self._workers = Workers(Service.of(build, limit_seconds, memory_bytes, max_answer_bytes), workers)
+        super().__init__(Service.of(build, limit_seconds, memory_bytes, max_answer_bytes), workers)
         self._free = asyncio.Semaphore(workers)  # first come, first served
         self._numbers = count(1)
-        weakref.finalize(self, self._workers.close)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function. Raises TimeoutError after the time limit, and WorkerError if the function raised."""
@@ -76,17 +94,6 @@ class WorkerPool:
     def start(self) -> None:
         """Start a worker, without waiting for it."""
         self._workers.run(self._workers.ready())
-
-    def wait_until_ready(self) -> None:
-        """Start a worker and wait until its function is built. Raises WorkerError if that fails."""
-        self._workers.wait_until_ready()
-
-    def process_ids(self) -> list[int]:
-        return self._workers.process_ids()
-
-    def close(self) -> None:
-        """Kill all workers, busy ones too: their calls raise WorkerError."""
-        self._workers.close()
 
 
 async def _call(workers: Workers, free: asyncio.Semaphore, number: int, arguments: bytes) -> Any:

@@ -4,8 +4,6 @@ The factory is that of `sortedrl train --engine`: it takes an EngineSpec and ret
 kept, 1 some broken, 2 no factory.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -12,12 +12,11 @@ The suite sets lengths by `max_new_tokens` and relies only on the protocol. The 
 tokens; responses may end by themselves before their limit.
 """
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 from sortedrl.core.engine import (
@@ -133,8 +132,7 @@ class Ledger:
 
 def resumed(request: Request, segments: Sequence[Segment]) -> Request:
     """The request that continues where these segments ended."""
-    left = request.max_new_tokens - sum(map(len, segments))
-    return request._replace(prefix=(*request.prefix, *segments), max_new_tokens=left)
+    return reduce(Request.continued, segments, request)
 
 
 class EngineContract:

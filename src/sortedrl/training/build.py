@@ -1,8 +1,6 @@
 """From settings to what PyTorch and the learner need, and what goes wrong there: too little memory, gradients that are
 not finite."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ shares its core is late for every operation while the other burns its own core, 
 takes 30 times as long. So waiting threads sleep, and a model that is too small for several threads gets one.
 """
 
-from __future__ import annotations
-
 import os
 
 PARAMETERS_PER_THREAD = 5_000_000  # below this a second thread gains little and has to be waited for

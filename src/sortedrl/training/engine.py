@@ -1,7 +1,5 @@
 """The engine of a run, an evaluation or a measurement, from the settings. engines/registry.py builds it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

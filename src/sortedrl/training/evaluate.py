@@ -1,7 +1,5 @@
 """Held-out scores: of an engine during training, and of a model for `sortedrl eval`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +13,7 @@ from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.turns import Answer, Environments, fault_of
+from sortedrl.core.turns import Answer, Environments, fault_of, limit_of_cut, limit_reached
 from sortedrl.engines.generate import Response, generate
 from sortedrl.engines.registry import SERVERS
 from sortedrl.learner.models import response_logprobs
@@ -113,7 +111,7 @@ class _Run:
         elif self.environments is not None and not response.truncated:
             self.environments.submit(rollout, rollout.observations)
         else:
-            self._end_to_score(rollout, self.limits.limit_of_cut(rollout) if response.truncated else "")
+            self._end_to_score(rollout, limit_of_cut(self.limits, rollout) if response.truncated else "")
 
     def _goes_on(self, answer: Answer) -> bool:
         rollout = self.rollouts[answer.rollout_id]
@@ -124,7 +122,7 @@ class _Run:
             self._add(rollout.id, answer.reward, answer.detail)
         elif answer.observation is None:
             self._end_to_score(rollout, "")
-        elif limit := self.limits.limit_reached(rollout, len(answer.observation)):
+        elif limit := limit_reached(self.limits, rollout, len(answer.observation)):
             self._end_to_score(rollout, limit)
         else:
             rollout.observe(answer.observation)

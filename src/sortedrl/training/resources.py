@@ -3,8 +3,6 @@
 A resumed run must have the problems that it started with: their number, ids, texts and answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -21,11 +19,10 @@ from sortedrl.core.wording import counted
 from sortedrl.learner.checkpoint import Checkpoint
 from sortedrl.models import model_named, unreadable_model
 from sortedrl.observe.console import Log
-from sortedrl.tasks.datasets import Distinct
+from sortedrl.tasks.datasets import Distinct, digests, why_changed
 from sortedrl.tasks.encode import Encoded, encode, environment_prompt
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask, ServedTask, reset_of
 from sortedrl.tasks.environment import Prompt as EnvironmentPrompt
-from sortedrl.tasks.problem_digests import digests, why_changed
 from sortedrl.tasks.registry import is_built_in, task_by_name
 from sortedrl.tasks.task import Problem, checked_problems
 from sortedrl.tasks.worker_process import WorkerError

@@ -3,11 +3,9 @@
 A task has a reward function, or environments that answer the turns of a rollout and give its reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
@@ -15,8 +13,7 @@ from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.turns import Environments
 from sortedrl.tasks.environment import EnvironmentTask, ServedEnvironments, ServedTask
-from sortedrl.tasks.environment_host import Host, LocalHost
-from sortedrl.tasks.environment_workers import WorkerHosts
+from sortedrl.tasks.environment_host import Host, LocalHost, WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.registry import is_built_in
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers
@@ -30,11 +27,7 @@ from sortedrl.training.settings import ModelSettings, cannot_be_sent
 Scoring = Literal["at-once", "background"]
 
 
-class _Closes(Protocol):
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=_Closes)
+C = TypeVar("C", ServedEnvironments, WorkerHosts, WorkerPool, LocalHost, BackgroundScorer)
 THREADS = 4  # for rewards in this process
 
 

@@ -20,7 +20,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,9 +33,10 @@ from sortedrl.core.wording import counted
 from sortedrl.learner import checkpoint
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.file import cut_torn_line
+from sortedrl.log.process_lock import FolderLock, refuse_if_in_use
 from sortedrl.observe.console import Log
+from sortedrl.observe.run_state import from_json, text_lines
 from sortedrl.settings.base import as_json
-from sortedrl.training.run_lock import FolderLock, refuse_if_in_use
 from sortedrl.training.settings import TrainSettings, changed_on_resume, saved_settings
 
 
@@ -53,7 +54,6 @@ class RunFolder:
         self.path = path
         self._files: dict[str, TextIO] = {}
         self._lock: FolderLock | None = None
-        self._inode: int | None = None  # of the locked folder
 
     @property
     def checkpoints(self) -> Path:
@@ -97,7 +97,6 @@ class RunFolder:
     def _take_lock(self, log: Log) -> None:
         try:
             self._lock = FolderLock(self.path)
-            self._inode = self.path.stat().st_ino
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written to: {error.strerror}") from error
         if self._lock.warning:
@@ -107,14 +106,9 @@ class RunFolder:
         """Writes to a removed folder are lost, so the run stops."""
         if self._lock is None or self._lock.is_in_place():
             return
-        if self._inode is not None and self.path.is_dir() and self.path.stat().st_ino == self._inode:
-            raise RunFolderError(
-                f"the lock of {self.path} was removed or replaced while the run was writing there, so a second process "
-                f"could write, too: the run has stopped. Continue with sortedrl train --resume {self.path}"
-            )
         raise RunFolderError(
-            f"run folder {self.path} was removed or replaced while the run was writing to it: the run has stopped, "
-            "nothing after that can be recovered. Start it again in another folder"
+            f"run folder {self.path} or its lock was removed or replaced while the run was writing there: the run has "
+            f"stopped. With its checkpoints, sortedrl train --resume {self.path} continues it; else start it again"
         )
 
     @contextmanager
@@ -158,13 +152,13 @@ class RunFolder:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """The lines that can be read."""
-        return [line for line in map(_line_or_none, _text_lines(self.path / name)) if line is not None]
+        return [line for line in map(_line_or_none, text_lines(self.path / name)) if line is not None]
 
     def drop_lines_after(self, name: str, update: int, log: Log) -> None:
         """Drop lines after `update`, and lines that cannot be read."""
         path = self.path / name
         cut_torn_line(path)
-        texts = _text_lines(path)
+        texts = text_lines(path)
         if not texts:
             return
         found = [(text, _line_or_none(text)) for text in texts]
@@ -240,28 +234,14 @@ def _next_free(path: Path) -> Path:
 
 
 def _exists_already(path: Path) -> ConfigurationError:
-    reason, fix = "this is a file, and a run needs a folder", "Name a folder that does not exist yet."
-    if path.is_symlink() and not path.exists():
-        reason = "this is a link to nowhere, and a run needs a folder"
-    elif (path / "checkpoints").is_dir():
+    reason, fix = "something has this name, and a run makes its own folder", "Name a folder that does not exist yet."
+    if (path / "checkpoints").is_dir():
         reason = "this run folder already exists, and runs are never overwritten"
         fix = f"Name another folder, or continue it with --resume {path}."
-    elif path.is_dir():
-        reason = "this folder already exists, and a run makes its own"
     return ConfigurationError("out", str(path), reason, fix)
-
-
-def _text_lines(path: Path) -> Sequence[str]:
-    """Split at line feeds alone: a response may hold other separators."""
-    if not path.exists():
-        return []
-    return path.read_bytes().decode("utf-8", errors="replace").split("\n")[:-1]
 
 
 def _line_or_none(text: str) -> dict[str, Any] | None:
     """A line that belongs to an update, or None if it cannot be read."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    line = from_json(text)
     return line if isinstance(line, dict) and type(line.get("update")) is int else None

@@ -1,7 +1,5 @@
 """What a run writes and shows while it trains: events, lines about updates and evaluations, sampled rollouts."""
 
-from __future__ import annotations
-
 import time
 from statistics import fmean
 from typing import Any
@@ -19,7 +17,6 @@ from sortedrl.observe.console import RunConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers
-from sortedrl.observe.watch import kept_readable
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
 from sortedrl.training.run_dir import RunFolder, cannot_write
 
@@ -73,7 +70,6 @@ class RunRecord:
             Recorder(controller, path, saved=saved, folds=sinks, warn=log, open_file=self._event_file)
         except OSError as error:
             raise cannot_write(path, error) from error
-        sinks.append(kept_readable(self._folder.stream("events.jsonl")))
 
     def _event_file(self) -> EventFile:
         return EventFile(self._folder.stream("events.jsonl"))

@@ -1,7 +1,5 @@
 """The settings of `sortedrl train` and `sortedrl eval`: a model, a task, sampling, and for training the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,8 +8,9 @@ from pydantic import Field
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.group_filter import EQUAL_REWARDS
+from sortedrl.core.parts import strategy_and_filter
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.registry import group_filter, strategy_named
+from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.core.streaming import check_can_stream
 from sortedrl.engines.registry import ENGINES, SERVERS, check_available, factory_named
 from sortedrl.engines.settings import EngineSettings, check_engine
@@ -27,10 +26,7 @@ from sortedrl.models import check_model_path
 from sortedrl.observe.trackers import require_packages
 from sortedrl.settings.base import OptionTexts, Settings, as_json, literal, plain_reason
 from sortedrl.settings.schedule import (
-    FilterGroups,
-    MaxFilteredFraction,
     Oversubscribe,
-    RevisitFiltered,
     RolloutsPerPrompt,
     ScheduleSettings,
     schedule_from,
@@ -61,59 +57,42 @@ class ModelSettings(Settings, EngineSettings):
 
     help_group: ClassVar[str] = "model and task"
 
-    model: Annotated[str, Field(description="folder or hub name of a Hugging Face causal LM, or built-in")] = "built-in"
-    task: Annotated[
-        str,
-        Field(
-            description="knights_and_knaves[:VARIANT], math:PRESET, reasoning_gym:NAME, verifiers:TASKSET, or "
-            "your.module:name"
-        ),
-    ] = "knights_and_knaves:small"
-    task_options: Annotated[OptionTexts, Field(description="options of the task")] = {}  # noqa: RUF012 (pydantic copies it)
-    tools: Annotated[
-        tuple[str, ...], Field(description="functions that responses may call: your.module:function, or calculator")
-    ] = ()
-    data: Annotated[Path | None, Field(description="data file or folder of the task, if it reads one")] = None
-    max_prompt_tokens: Annotated[int, Field(ge=1, description="longer prompts are skipped and counted")] = 256
-    max_response_tokens: Annotated[int, Field(ge=1, description="responses are cut here")] = 320
-    max_turns: Annotated[
-        int | None,
-        Field(ge=1, description="turns per response, if the task has an environment or tools; default: no limit"),
-    ] = None
-    max_context_tokens: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="limit of prompt, turns and observations together; default: max_prompt_tokens plus "
-            "max_response_tokens",
-        ),
-    ] = None
-    temperature: Annotated[float, Field(ge=0, description="sampling temperature")] = 1.0
-    eval_problems: Annotated[int, Field(ge=1, description="held-out problems per evaluation")] = 500
-    eval_samples: Annotated[int, Field(ge=1, description="samples per problem, for mean@k and pass@k")] = 1
-    eval_seed: Annotated[int, Field(description="sampling seed of evaluations")] = 12345
-    reward_workers: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=1024,
-            description="processes for your own reward function or environment; 0: in this process, where it can "
-            "block the run",
-        ),
-    ] = 2
-    score_limit_seconds: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=MAX_LIMIT_SECONDS,
-            description="time limit of your own reward function, or of one turn of your environment",
-        ),
-    ] = 30.0
-    device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto: cuda if there is one")] = "auto"
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto: bfloat16 on cuda")] = "auto"
-    threads: Annotated[
-        int, Field(ge=0, le=1024, description="CPU threads of PyTorch; 0: chosen by model size and load")
-    ] = 0
+    model: str = "built-in"
+    """folder or hub name of a Hugging Face causal LM, or built-in"""
+    task: str = "knights_and_knaves:small"
+    """knights_and_knaves[:VARIANT], math:PRESET, reasoning_gym:NAME, verifiers:TASKSET, or your.module:name"""
+    task_options: OptionTexts = {}  # noqa: RUF012 (pydantic copies it)
+    """options of the task"""
+    tools: tuple[str, ...] = ()
+    """functions that responses may call: your.module:function, or calculator"""
+    data: Path | None = None
+    """data file or folder of the task, if it reads one"""
+    max_prompt_tokens: Annotated[int, Field(ge=1)] = 256
+    """longer prompts are skipped and counted"""
+    max_response_tokens: Annotated[int, Field(ge=1)] = 320
+    """responses are cut here"""
+    max_turns: Annotated[int | None, Field(ge=1)] = None
+    """turns per response, if the task has an environment or tools; default: no limit"""
+    max_context_tokens: Annotated[int | None, Field(ge=1)] = None
+    """limit of prompt, turns and observations together; default: max_prompt_tokens plus max_response_tokens"""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """sampling temperature"""
+    eval_problems: Annotated[int, Field(ge=1)] = 500
+    """held-out problems per evaluation"""
+    eval_samples: Annotated[int, Field(ge=1)] = 1
+    """samples per problem, for mean@k and pass@k"""
+    eval_seed: int = 12345
+    """sampling seed of evaluations"""
+    reward_workers: Annotated[int, Field(ge=0, le=1024)] = 2
+    """processes for your own reward function or environment; 0: in this process, where it can block the run"""
+    score_limit_seconds: Annotated[float, Field(gt=0, le=MAX_LIMIT_SECONDS)] = 30.0
+    """time limit of your own reward function, or of one turn of your environment"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is one"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on cuda"""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """CPU threads of PyTorch; 0: chosen by model size and load"""
 
     def longest_context(self) -> int:
         return self.max_context_tokens or self.max_prompt_tokens + self.max_response_tokens
@@ -147,66 +126,54 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
 
-    stream: Annotated[
-        bool,
-        Field(
-            description="the learner works on the coming update while the rest of it is generated; for servers with "
-            "GPUs of their own"
-        ),
-    ] = False
-    stream_sms: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="with stream and engine vllm on one GPU: while the engine drains, the learner uses this many "
-            "of its SMs, such as 96 of 132",
-        ),
-    ] = None
+    stream: bool = False
+    """the learner works on the coming update while the rest of it is generated; for servers with GPUs of their own"""
+    stream_sms: Annotated[int | None, Field(ge=1)] = None
+    """with stream and engine vllm on one GPU: while the engine drains, the learner uses this many of its SMs, such as
+    96 of 132"""
     rollouts_per_prompt: RolloutsPerPrompt = 8
     oversubscribe: Oversubscribe = None
-    filter_groups: FilterGroups = None
-    revisit_filtered: RevisitFiltered = 1.0
-    max_filtered_fraction: MaxFilteredFraction = Schedule().max_filtered_fraction
-    updates: Annotated[int | None, Field(ge=1, description="stop after this many updates; None: train all epochs")] = 60
-    epochs: Annotated[int, Field(ge=1, description="passes over the prompts")] = 100
-    eval_every: Annotated[
-        int, Field(ge=0, description="updates between evaluations; 0: only before and after training")
-    ] = 0
-    checkpoint_every: Annotated[
-        int, Field(ge=0, description="updates between checkpoints; 0: only before and after training")
-    ] = 20
-    keep_checkpoints: Annotated[int, Field(ge=1, description="checkpoints to keep; the best one is kept too")] = 2
-    save_rollouts: Annotated[int, Field(ge=0, description="responses per update to write to rollouts.jsonl")] = 8
-    scoring: Annotated[
-        Literal["at-once", "background"] | None,
-        Field(
-            description="background: while the engine generates; at-once: the run waits, so that it can be repeated "
-            "exactly; default: at-once for built-in tasks, background for your own"
-        ),
-    ] = None
-    max_rejected_fraction: Annotated[
-        float, Field(ge=0, le=1, description="stop if more than this fraction of recent rollouts was rejected")
-    ] = 0.5
-    shuffle_rewards: Annotated[
-        bool, Field(description="control experiment: rewards are shuffled, so the score must not rise")
-    ] = False
-    tracker: Annotated[
-        tuple[Literal["tensorboard", "wandb", "trackio"], ...],
-        Field(description="also send metrics there; metrics.jsonl is always written"),
-    ] = ()
-    prometheus_port: Annotated[
-        int | None,
-        Field(ge=0, le=65535, description="serve metrics for Prometheus on this port of localhost; 0: any free port"),
-    ] = None
-    out: Annotated[Path | None, Field(description="run folder; default: runs/TIME-MODE-SEED")] = None
-    mode: Annotated[
-        str, Field(description="schedule; `sortedrl simulate` compares them; your.module:Class is your own")
-    ] = "partial+elevator"
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64, description="seed of data order and sampling")] = 0
+    filter_groups: str | None = None
+    """dynamic sampling: which complete groups are trained on, equal_rewards or your.module:name; the scheduler refills
+    what is filtered"""
+    revisit_filtered: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """probability that a prompt whose last group was filtered is loaded in the next epoch"""
+    max_filtered_fraction: Annotated[float, Field(ge=0, le=1)] = Schedule().max_filtered_fraction
+    """stop if more than this fraction of recent rollouts was filtered"""
+    updates: Annotated[int | None, Field(ge=1)] = 60
+    """stop after this many updates; None: train all epochs"""
+    epochs: Annotated[int, Field(ge=1)] = 100
+    """passes over the prompts"""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """updates between evaluations; 0: only before and after training"""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 20
+    """updates between checkpoints; 0: only before and after training"""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """checkpoints to keep; the best one is kept too"""
+    save_rollouts: Annotated[int, Field(ge=0)] = 8
+    """responses per update to write to rollouts.jsonl"""
+    scoring: Literal["at-once", "background"] | None = None
+    """background: while the engine generates; at-once: the run waits, so that it can be repeated exactly; default:
+    at-once for built-in tasks, background for your own"""
+    max_rejected_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """stop if more than this fraction of recent rollouts was rejected"""
+    shuffle_rewards: bool = False
+    """control experiment: rewards are shuffled, so the score must not rise"""
+    tracker: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """also send metrics there; metrics.jsonl is always written"""
+    prometheus_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    """serve metrics for Prometheus on this port of localhost; 0: any free port"""
+    out: Path | None = None
+    """run folder; default: runs/TIME-MODE-SEED"""
+    mode: str = "partial+elevator"
+    """schedule; `sortedrl simulate` compares them; your.module:Class is your own"""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
+    """seed of data order and sampling"""
     algorithm: AlgorithmSetting = "grpo"
     learning_rate: LearningRate = 3e-4
     warmup_updates: WarmupUpdates = 2
-    resume: Annotated[Path | None, Field(description="run folder of an interrupted run to continue")] = None
+    resume: Path | None = None
+    """run folder of an interrupted run to continue"""
 
     def check(self) -> None:
         super().check()
@@ -214,10 +181,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
             raise ConfigurationError(
                 "out", str(self.out), f"a resumed run continues in its own folder, {self.resume}", "Leave it out."
             )
-        schedule, strategy = schedule_of(self), strategy_named(self.mode)
-        strategy.check(schedule)
-        if group_filter(schedule) is not None:
-            strategy.check_filter()
+        strategy_and_filter(schedule_of(self))
         learner_settings_from(self, self.mode)
         if self.overlap:
             _check_overlap(self)
@@ -317,27 +281,20 @@ def _check_streaming(settings: TrainSettings) -> None:
 def _check_shared_gpu(settings: TrainSettings) -> None:
     if settings.stream_sms is None:
         return
-    reason, fix = None, "Leave stream_sms out."
-    if not settings.stream:
-        reason, fix = "without stream, engine and learner take turns", "Set stream = true too, or leave it out."
-    elif settings.engine != "vllm":
-        reason = f"engine {settings.engine} does not share this process and its GPU with the learner"
-        if settings.engine == "embedded":
-            reason = "the embedded engine decodes with the learner's own model"
-        elif settings.engine not in ENGINES:
-            reason = "an engine of your own cannot share the learner's GPU while both compute"
-        fix = "Use --engine vllm, or leave it out."
-    elif settings.device == "cpu":
-        reason = "device is cpu, which has no SMs"
-    elif settings.resolved_engine_options().get("enable_sleep_mode"):
-        reason = "engine and learner work at the same time, so the engine cannot sleep (engine_options)"
-        fix = "Leave enable_sleep_mode or stream_sms out."
-    elif _keeps_all_slots_busy(settings):
-        reason = (
-            f"mode {settings.mode} keeps all slots busy, and on the engine's GPU the learner works only while it drains"
-        )
-        fix = "Leave stream and stream_sms out, or use a mode with a cohort gate, such as baseline or partial."
-    if reason is not None:
+    needs = {
+        "stream = true": settings.stream,
+        "--engine vllm, which runs in this process beside a learner's model of its own": settings.engine == "vllm",
+        "a GPU (device is cpu)": settings.device != "cpu",
+        "an engine that never sleeps (leave enable_sleep_mode out)": not (
+            settings.resolved_engine_options().get("enable_sleep_mode")
+        ),
+        f"a mode with a cohort gate, such as baseline or partial ({settings.mode} keeps all slots busy)": not (
+            _keeps_all_slots_busy(settings)
+        ),
+    }
+    if missing := [need for need, is_met in needs.items() if not is_met]:
+        reason = "on the engine's GPU the learner works only while the engine drains"
+        fix = f"It needs {' and '.join(missing)}. Or leave it out."
         raise ConfigurationError("stream_sms", settings.stream_sms, reason, fix)
 
 

@@ -1,7 +1,5 @@
 """Wires a run together: model, task, engine, scheduler, learner, signals, and the run folder (training/run_dir.py)."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager

@@ -14,23 +14,17 @@ The base class has the rules that most schedules share: the cohort gate, load or
 staleness bound that is kept by waiting.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from sortedrl.core.buffer import Buffer, Group, Key
-from sortedrl.core.checkpoint import prompts_of_saved
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.expectation import Expectation, expected_length
-from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 
-READY_UPDATES = 2  # of rollouts for a learner that is behind
 BACKLOG_UPDATES = 4  # of rollouts in their environments, and of rollouts without a score
 
 
@@ -55,51 +49,27 @@ class SchedulerState:
     harvests: int = 0  # started
     learning: bool = False  # a batch is with the learner: with overlap, tokens sampled now are older by its update
     sweep: Sweep = field(default_factory=Sweep)  # elevator: where it is
-    filter: GroupFilter | None = None  # of complete groups
-    filtered_rewards: list[tuple[int, float]] = field(default_factory=list)  # since the last batch: cohort and reward
+    must_finish: set[Group] = field(default_factory=set)  # incomplete groups that the coming update waits for: `is_due`
     long_round: bool | None = None  # tail batching: whether the last start of this harvest was a regeneration
-    must_finish: set[int] = field(default_factory=set)  # ids of groups that the staleness bound requires in this update
+    # Dynamic sampling (core/dynamic_sampling.py)
+    filters: bool = False  # complete groups that teach nothing leave the buffer
+    kept_fraction: float = 1.0  # of the rollouts that were judged last
+    joined_cohort: int = 0  # at the current gate: older ones come before it
+    filtered_rewards: list[tuple[int, float]] = field(default_factory=list)  # since the last batch: cohort and reward
     prompts_per_cohort: int = field(init=False)  # the schedule's, or all prompts of the epoch
-    longest_wait_updates: int = field(init=False)  # elevator: `max_wait_updates`, or two sweeps up and down the window
+    needed: int = field(init=False)  # rollouts for one update
     # How many rollouts may be in their environments, or without a score, before no further one is opened. Each update's
     # worth of them makes the rollouts opened next about one update older.
     backlog_limit: int = field(init=False)
-    ready_limit: int = field(init=False)  # how many may be ready, with overlap, while the learner has a batch
+    longest_wait_updates: int = field(init=False)  # elevator: `max_wait_updates`, or two sweeps up and down the window
 
     def __post_init__(self) -> None:
         self.prompts_per_cohort = self.schedule.prompts_per_cohort or len(self.prompts.dataset)
+        self.needed = self.schedule.rollouts_needed
+        self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.needed)
         window = self.prompts_per_cohort * self.schedule.rollouts_per_prompt
         two_sweeps = 4 * math.ceil(window / self.schedule.rollouts_per_update)
         self.longest_wait_updates = self.schedule.max_wait_updates or two_sweeps
-        ahead = min(READY_UPDATES, self.schedule.max_staleness or READY_UPDATES)
-        self.ready_limit = ahead * self.schedule.rollouts_needed
-        self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.schedule.rollouts_needed)
-
-    def state(self) -> dict[str, Any]:
-        """JSON-ready. Raises an error while rollouts are in the engine."""
-        return {
-            "buffer": self.buffer.state(),
-            "prompts": self.prompts.state(),
-            "expectation": self.expectation.state(),
-            "version": self.version,
-            "updates": self.updates,
-            "harvests": self.harvests,
-            "sweep": list(self.sweep),
-            "filter": None if self.filter is None else self.filter.state(),
-            "filtered_rewards": self.filtered_rewards,
-        }
-
-    def restore(self, state: dict[str, Any], key: Callable[[Rollout], Key]) -> None:
-        """`key`: the strategy's, for the queue of waiting rollouts."""
-        self.version, self.updates, self.harvests = state["version"], state["updates"], state["harvests"]
-        self.sweep = Sweep(*state["sweep"])
-        if self.filter is not None and state.get("filter") is not None:  # sortedrl 0.2 had no filter
-            self.filter.restore(state["filter"])
-        self.filtered_rewards = [(cohort, reward) for cohort, reward in state.get("filtered_rewards", ())]
-        self.prompts.restore(state["prompts"])
-        self.expectation.restore(state["expectation"])
-        prompts = prompts_of_saved(state["buffer"], self.prompts, self.schedule.rollouts_per_prompt)
-        self.buffer.restore(state["buffer"], prompts, key)  # last: keys depend on the rest
 
     def expected(self, rollout: Rollout) -> float:
         """Expected length of the rollout, or of the longest member of its group with `whole_groups`."""
@@ -116,9 +86,7 @@ class SchedulerState:
         """Rollouts that this harvest can get without starting more: behind the current gate, in groups
         without a waiting member. Those that a filter has not judged count with the fraction that it keeps."""
         here = self.buffer.here
-        if self.filter is None:
-            return here.started
-        return here.ready + self.filter.kept_fraction * (here.started - here.ready)
+        return here.ready + self.kept_fraction * (here.started - here.ready)
 
     @property
     def untrained_here(self) -> int:
@@ -130,31 +98,10 @@ class SchedulerState:
         """Ready rollouts, in complete groups, behind the current gate."""
         return self.buffer.here.ready
 
-    # With a filter: cohorts that have joined at one gate
-
-    @property
-    def is_short(self) -> bool:
-        """Whether filtered groups left fewer rollouts behind the gate than an update needs."""
-        return self.filter is not None and self.untrained_here < self.schedule.rollouts_needed
-
     @property
     def has_later_data(self) -> bool:
         """Whether an update that lacks rollouts can get them from a later cohort."""
         return self.prompts.remaining > 0 or len(self.buffer.gates) > 1
-
-    def is_of_older_cohort(self, group: Group) -> bool:
-        """Whether a later cohort has joined the group's at the current gate. The coming update then waits for it: no
-        update has a rollout of a cohort before all of the cohorts before it are trained on."""
-        cohorts = self.buffer.here.cohorts
-        return self.filter is not None and len(cohorts) > 1 and group.cohort < next(reversed(cohorts))
-
-    @property
-    def unready_of_older_cohorts(self) -> int:
-        here = self.buffer.here
-        if self.filter is None or len(here.cohorts) < 2:
-            return 0
-        older = here.untrained - here.cohorts[next(reversed(here.cohorts))]
-        return older - sum(len(g.members) for g in here.ready_groups.values() if self.is_of_older_cohort(g))
 
 
 @dataclass(frozen=True)
@@ -196,9 +143,22 @@ class Strategy:
 
     def to_load(self, s: SchedulerState) -> int:
         if self.gated:
-            return 0 if s.buffer.untrained and not s.is_short else prompts_closing_epoch(s, s.prompts_per_cohort)
+            is_enough = s.buffer.untrained > 0 and not self.is_short(s)
+            return 0 if is_enough else prompts_closing_epoch(s, self.cohort_size(s))
         missing = s.free_slots - s.buffer.never_started
         return max(0, -(-missing // s.schedule.rollouts_per_prompt))
+
+    def cohort_size(self, s: SchedulerState) -> int:
+        """Prompts of the next cohort, in modes with a gate."""
+        return s.prompts_per_cohort
+
+    def is_short(self, s: SchedulerState) -> bool:
+        """Whether filtered groups left so few rollouts behind the gate that the next cohort must join them."""
+        return s.filters and s.untrained_here < self.least(s)
+
+    def least(self, s: SchedulerState) -> int:
+        """Rollouts that a filter must leave of a cohort."""
+        return s.needed
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (0,)
@@ -214,7 +174,7 @@ class Strategy:
 
     def waits_for(self, group: Group, s: SchedulerState) -> bool:
         """Whether the coming update cannot be handed out without this group, unless it is rejected or filtered."""
-        return group.id in s.must_finish or (self.gated and s.is_of_older_cohort(group))
+        return group in s.must_finish
 
     def has_backlog(self, s: SchedulerState) -> bool:
         """Whether so many rollouts are in their environments, or without a score, that no further one is opened."""
@@ -227,27 +187,20 @@ class Strategy:
         return not (rollout.segments or completes_a_group(rollout, s) or self.waits_for(group, s))
 
     def enough(self, s: SchedulerState) -> bool:
-        if s.ready < self.wanted(s) or s.must_finish:
-            return False
-        return not self.gated or not s.unready_of_older_cohorts
+        return s.ready >= self.wanted(s) and not s.must_finish
 
     def certain(self, s: SchedulerState) -> list[Group]:
         """Ready groups that are in the coming update, however this harvest continues, first completed first.
 
-        On-policy, every ready group; otherwise those of older cohorts, the first ones up to the need, and overdue ones.
-        None of them can leave again: a complete group stays complete, the order is that of completion, and the need
-        never falls below the rollouts that are ready (if rollouts are rejected, it becomes all that are left). Older
-        cohorts that are not ready keep their places."""
-        if s.buffer.gate is None:
-            return []
+        On-policy, every ready group; otherwise those that are due, and the first others up to the need. None of them
+        can leave again: a complete group stays complete, the order is that of completion, and the need never falls
+        below the rollouts that are ready (if rollouts are rejected, it becomes all that are left). Older cohorts that
+        are not ready keep their places."""
         batch: list[Group] = []
-        groups = s.buffer.ready_groups(s.buffer.gate)
-        rollouts, room = 0, self.wanted(s)
-        if self.gated and s.filter is not None:
-            groups = sorted(groups, key=s.is_of_older_cohort, reverse=True)
-            room -= s.unready_of_older_cohorts
-        for group in groups:
-            if self.on_policy or rollouts < room or self.waits_for(group, s) or is_overdue(group, s):
+        older_missing = [group for group in s.must_finish if is_of_older_cohort(group, s)]
+        rollouts, room = 0, self.wanted(s) - sum(len(group.members) for group in older_missing)
+        for group in sorted(s.buffer.ready_here(), key=lambda group: not is_of_older_cohort(group, s)):
+            if self.on_policy or rollouts < room or is_due(group, s):
                 batch.append(group)
                 rollouts += len(group.members)
         return batch
@@ -266,9 +219,9 @@ class Strategy:
 
     def wanted(self, s: SchedulerState) -> int:
         """Rollouts that the coming update wants. With a filter, it gets them from the next cohort if need be."""
-        if self.gated and s.filter is not None and s.has_later_data:
-            return s.schedule.rollouts_needed
-        return update_size(self.reachable(s), s.schedule.rollouts_needed)
+        if self.gated and s.filters and s.has_later_data:
+            return self.least(s)
+        return update_size(self.reachable(s), s.needed)
 
 
 def update_size(left: int, per_update: int) -> int:
@@ -284,18 +237,14 @@ def updates_left(left: int, per_update: int) -> int:
     return count
 
 
-def prompts_per_update(s: SchedulerState) -> int:
-    return -(-s.schedule.rollouts_per_update // s.schedule.rollouts_per_prompt)
-
-
 def prompts_closing_epoch(s: SchedulerState, count: int) -> int:
     """`count`, or the whole rest of the epoch if fewer than half an update would remain after `count`. With a filter,
     an update may cross the end of an epoch: only the last one is closed."""
     in_epoch = s.prompts.remaining_in_epoch or len(s.prompts.dataset)  # none left: the next epoch starts
-    if s.filter is not None and s.prompts.remaining > in_epoch:
+    if s.filters and s.prompts.remaining > in_epoch:
         return count
     rest = (in_epoch - count) * s.schedule.rollouts_per_prompt
-    return in_epoch if 0 < 2 * rest < s.schedule.rollouts_needed else count
+    return in_epoch if 0 < 2 * rest < s.needed else count
 
 
 def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:
@@ -304,15 +253,20 @@ def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:
     return len(group.members) > 1 and group.is_started
 
 
-def is_overdue(group: Group, s: SchedulerState) -> bool:
-    """Whether the group would exceed the staleness bound if it were not in the coming update."""
+def is_due(group: Group, s: SchedulerState) -> bool:
+    """Whether the group must be in the coming update: it would exceed the staleness bound in a later one, or a later
+    cohort has joined its own."""
     bound, oldest = s.schedule.max_staleness, group.oldest_version
-    return bound is not None and oldest is not None and s.version + 1 - oldest > bound
+    is_overdue = bound is not None and oldest is not None and s.version + 1 - oldest > bound
+    return is_overdue or is_of_older_cohort(group, s)
 
 
-def overdue_and_unfinished(s: SchedulerState) -> set[int]:
-    """Ids of the groups that the coming update must wait for, because of the staleness bound."""
-    if s.schedule.max_staleness is None:
+def is_of_older_cohort(group: Group, s: SchedulerState) -> bool:
+    return group.cohort < s.joined_cohort
+
+
+def due_and_incomplete(s: SchedulerState) -> set[Group]:
+    """What the coming update must wait for."""
+    if s.schedule.max_staleness is None and not s.joined_cohort:
         return set()
-    groups = s.buffer.groups()
-    return {group.id for group in groups if group.missing and group.gate == s.buffer.gate and is_overdue(group, s)}
+    return {group for group in s.buffer.groups() if group.missing and group.gate == s.buffer.gate and is_due(group, s)}

@@ -27,8 +27,7 @@ def batches_of(strategy: Strategy, s: SchedulerState) -> list[list[Group]]:
         what = "an empty batch" if batches else "no batch"
         raise StrategyError(strategy.name, f"take() returned {what}; enough() was true with {s.ready} rollouts ready")
     taken = Counter(group.id for batch in batches for group in batch)
-    gate = s.buffer.gate
-    ready = set() if gate is None else {group.id for group in s.buffer.ready_groups(gate)}
+    ready = {group.id for group in s.buffer.ready_here()}
     for group, times in taken.items():
         if times > 1:
             raise StrategyError(strategy.name, f"take() returned group {group} {times} times")

@@ -1,7 +1,5 @@
 """Our additions to the paper's modes: planning by expected length, lookahead, and the elevator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,11 +19,8 @@ class PlannedOnPolicy(OnPolicy):
     token is wasted, and short responses are not favored."""
 
     reorders: ClassVar[bool] = True
+    uses_expectation: ClassVar[bool] = True
     oversubscribe: ClassVar[float | None] = 1.0
-
-    @property
-    def uses_expectation(self) -> bool:
-        return True
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (s.expected(rollout),)
@@ -42,7 +37,7 @@ class PlannedOnPolicy(OnPolicy):
         return not (self._aborts_nothing(s) and is_between_two)
 
     def _aborts_nothing(self, s: SchedulerState) -> bool:
-        return s.filter is not None and (s.schedule.oversubscribe or self.oversubscribe) == 1.0
+        return s.filters and (s.schedule.oversubscribe or self.oversubscribe) == 1.0
 
 
 @dataclass(frozen=True)
@@ -50,10 +45,7 @@ class PlannedPartial(Partial):
     """Aborted rollouts first, then shortest expected length first."""
 
     reorders: ClassVar[bool] = True
-
-    @property
-    def uses_expectation(self) -> bool:
-        return True
+    uses_expectation: ClassVar[bool] = True
 
     def key_of_new(self, rollout: Rollout, group: Group, s: SchedulerState) -> Key:
         return (group.gate, NEW, s.expected(rollout))
@@ -69,12 +61,8 @@ class LookaheadPartial(Partial):
     works_ahead: ClassVar[bool] = True
 
     def to_load(self, s: SchedulerState) -> int:
-        may_look_ahead = (
-            s.free_slots > 0 and s.buffer.waiting == 0 and s.buffer.last_gate == s.buffer.gate and self._in_time(s)
-        )
-        if s.buffer.untrained and not may_look_ahead and not s.is_short:
-            return 0
-        return prompts_closing_epoch(s, s.prompts_per_cohort)
+        may_look_ahead = s.free_slots > 0 and s.buffer.waiting == 0 and len(s.buffer.gates) < 2 and self._in_time(s)
+        return prompts_closing_epoch(s, self.cohort_size(s)) if may_look_ahead else super().to_load(s)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         ahead = s.buffer.group_of(rollout).gate != s.buffer.gate
@@ -84,7 +72,7 @@ class LookaheadPartial(Partial):
 
     def _in_time(self, s: SchedulerState) -> bool:
         bound = s.schedule.max_staleness
-        return bound is None or updates_left(s.untrained_here, s.schedule.rollouts_needed) + s.learning <= bound
+        return bound is None or updates_left(s.untrained_here, s.needed) + s.learning <= bound
 
 
 @dataclass(frozen=True)
@@ -97,10 +85,7 @@ class ElevatorPartial(Partial):
 
     gated: ClassVar[bool] = False
     reorders: ClassVar[bool] = True
-
-    @property
-    def uses_expectation(self) -> bool:
-        return True
+    uses_expectation: ClassVar[bool] = True
 
     def to_load(self, s: SchedulerState) -> int:
         return max(0, s.prompts_per_cohort - s.buffer.never_started // s.schedule.rollouts_per_prompt)

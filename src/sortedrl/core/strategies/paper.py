@@ -4,8 +4,6 @@ The paper's modes start all loaded rollouts (unlimited oversubscription) in load
 The cohort gate and the harvest, which they share, are in `Strategy`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -16,11 +14,11 @@ from sortedrl.core.strategies.base import (
     SchedulerState,
     Strategy,
     completes_a_group,
-    prompts_closing_epoch,
-    prompts_per_update,
+    is_of_older_cohort,
     update_size,
 )
 
+READY_UPDATES = 2  # of rollouts for a learner that is behind
 RESUMED, COMPLETES_A_GROUP, NEW = 0, 1, 2  # the order in which partial modes start rollouts behind one gate
 
 
@@ -35,25 +33,16 @@ class Baseline(Strategy):
     def uses_expectation(self) -> bool:
         return self.longest_first
 
-    def to_load(self, s: SchedulerState) -> int:
-        if s.filter is None:
-            return 0 if s.buffer.untrained else prompts_closing_epoch(s, prompts_per_update(s))
-        if s.buffer.untrained >= self.least(s):
-            return 0
-        missing = s.schedule.rollouts_needed - s.ready
-        rollouts = missing / s.filter.kept_fraction - (s.buffer.untrained - s.ready)
-        return prompts_closing_epoch(s, max(1, math.ceil(rollouts / s.schedule.rollouts_per_prompt)))
+    def cohort_size(self, s: SchedulerState) -> int:
+        missing = (s.needed - s.ready) / s.kept_fraction - (s.untrained_here - s.ready)
+        return max(1, math.ceil(missing / s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (-s.expected(rollout),) if self.longest_first else (0,)
 
     def wanted(self, s: SchedulerState) -> int:
-        """All that is loaded, and at least what an update needs: more is loaded as soon as that cannot be reached."""
-        return max(self.reachable(s), self.least(s) if s.filter is not None and s.has_later_data else 0)
-
-    def least(self, s: SchedulerState) -> int:
-        """Rollouts of which a filter must leave as many, or more are loaded."""
-        return s.schedule.rollouts_needed
+        """All that is loaded. With a filter, more is loaded as soon as this cannot make an update."""
+        return max(self.reachable(s), super().wanted(s))
 
 
 @dataclass(frozen=True)
@@ -66,24 +55,21 @@ class CohortAtOnce(Baseline):
     on_policy: ClassVar[bool] = False
     order: Literal["load", "ascending", "descending"] = "load"
 
-    def to_load(self, s: SchedulerState) -> int:
-        is_too_little = s.filter is not None and s.buffer.untrained < self.least(s)
-        return 0 if s.buffer.untrained and not is_too_little else prompts_closing_epoch(s, s.prompts_per_cohort)
+    def cohort_size(self, s: SchedulerState) -> int:
+        return s.prompts_per_cohort
 
     def least(self, s: SchedulerState) -> int:
-        return -(-s.schedule.rollouts_needed // 2)
+        return -(-s.needed // 2)
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
-        assert s.buffer.gate is not None
-        ready = sorted(s.buffer.ready_groups(s.buffer.gate), key=self._place)
-        ready.sort(key=s.is_of_older_cohort, reverse=True)  # keeps the order within the cohorts
+        ready = sorted(s.buffer.ready_here(), key=lambda group: (not is_of_older_cohort(group, s), self._place(group)))
         batches: list[list[Group]] = []
         left = sum(len(group.members) for group in ready)
         missing = 0
         for group in ready:
             if missing <= 0:
                 batches.append([])
-                missing = update_size(left, s.schedule.rollouts_needed)
+                missing = update_size(left, s.needed)
             batches[-1].append(group)
             missing -= len(group.members)
             left -= len(group.members)
@@ -123,14 +109,16 @@ class Partial(Strategy):
         """Of the environments, or (with overlap and without a cohort gate) of the learner: if one of these is slower
         than the engine, every free slot would open one more rollout, and all of them get older. `oversubscribe` sets
         another bound."""
-        learner_is_behind = s.learning and not self.gated and s.ready >= s.ready_limit
-        is_behind = learner_is_behind or len(s.buffer.in_environment) >= s.backlog_limit
-        return is_behind and s.schedule.oversubscribe is None
+        if s.schedule.oversubscribe is not None:
+            return False
+        if s.learning and not self.gated:
+            may_be_ready = s.needed * min(READY_UPDATES, s.schedule.max_staleness or READY_UPDATES)
+            if s.ready >= may_be_ready:
+                return True
+        return len(s.buffer.in_environment) >= s.backlog_limit
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         group = s.buffer.group_of(rollout)
-        if group.id in s.must_finish:
-            return (-1,)
         if rollout.segments:
             return (group.gate, RESUMED, -rollout.length)
         if len(group.members) > 1 and completes_a_group(rollout, s):

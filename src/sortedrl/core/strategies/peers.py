@@ -3,8 +3,6 @@
 None of this is the original code. Details that a paper leaves open are our choice.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +11,7 @@ from sortedrl.core.buffer import Group, Key
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.base import SchedulerState, completes_a_group, prompts_closing_epoch, prompts_per_update
+from sortedrl.core.strategies.base import SchedulerState, completes_a_group, prompts_closing_epoch
 from sortedrl.core.strategies.paper import Baseline, OnPolicy, Partial
 
 
@@ -82,25 +80,24 @@ class FilterRounds(Baseline):
     refill: int | None = None
 
     def to_load(self, s: SchedulerState) -> int:
-        if s.filter is None:
+        if not s.filters:
             return super().to_load(s)
-        missing = s.schedule.rollouts_needed - s.ready
+        missing = s.needed - s.ready
         if s.buffer.untrained > s.ready or missing <= 0:
             return 0
-        count = prompts_per_update(s)
+        count = -(-s.needed // s.schedule.rollouts_per_prompt)
         if self.refill is not None and s.ready:
             count = self.refill * math.ceil(missing / s.schedule.rollouts_per_prompt)
         return prompts_closing_epoch(s, count)
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
         """The first ones, in load order."""
-        if s.filter is None:
+        if not s.filters:
             return super().take(s)
-        assert s.buffer.gate is not None
         batch: list[Group] = []
         rollouts = 0
-        for group in sorted(s.buffer.ready_groups(s.buffer.gate), key=lambda group: group.id):
-            if rollouts < s.schedule.rollouts_needed:
+        for group in sorted(s.buffer.ready_here(), key=lambda group: group.id):
+            if rollouts < s.needed:
                 batch.append(group)
                 rollouts += len(group.members)
         return [batch]
@@ -128,4 +125,4 @@ class AsyncPool(Partial):
         if rollout.segments or rollout.attempt or completes_a_group(rollout, s):
             return True
         started_and_untrained = s.buffer.untrained - s.buffer.never_started
-        return started_and_untrained < (s.schedule.max_staleness + 1) * s.schedule.rollouts_needed
+        return started_and_untrained < (s.schedule.max_staleness + 1) * s.needed

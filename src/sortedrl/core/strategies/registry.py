@@ -1,7 +1,5 @@
 """All schedules and filters by name, and your own by import path (docs/design.md, "A mode of your own")."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -72,20 +70,16 @@ def _strategy_at(path: str) -> Strategy:
 
 def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter | None:
     """The filter of a run: `keeps`, or the one that the schedule names; None if there is none."""
-    name = schedule.filter_groups
-    if keeps is None and name is None:
+    path = schedule.filter_groups
+    if keeps is None and path is None:
         if schedule.revisit_filtered < 1:
             fix = f"Set filter_groups too, for example {EQUAL_REWARDS}, or leave it out."
             raise ConfigurationError("revisit_filtered", schedule.revisit_filtered, "no group is filtered", fix)
         return None
-    shown: object = name or keeps
-    if keeps is not None:
-        name = str(getattr(keeps, "__qualname__", type(keeps).__qualname__))
-    assert name is not None
-    if keeps is None:
-        keeps = has_unequal_rewards if name == EQUAL_REWARDS else _filter_at(name)
+    name = str(path if keeps is None else getattr(keeps, "__qualname__", type(keeps).__qualname__))
+    keeps = _filter_at(name) if keeps is None else keeps
     if not callable(keeps):
-        raise ConfigurationError("filter_groups", shown, f"it is {kind_of(keeps)}, not a function", _FILTER_FIX)
+        raise ConfigurationError("filter_groups", path or keeps, f"it is {kind_of(keeps)}, not a function", _FILTER_FIX)
     if keeps is has_unequal_rewards and not (schedule.whole_groups and schedule.rollouts_per_prompt > 1):
         sizes = f"rollouts_per_prompt = {schedule.rollouts_per_prompt}, whole_groups = {schedule.whole_groups}"
         fix = "Set rollouts_per_prompt to 2 or more and whole_groups = true."
@@ -94,6 +88,8 @@ def group_filter(schedule: Schedule, keeps: Keeps | None = None) -> GroupFilter 
 
 
 def _filter_at(path: str) -> Any:
+    if path == EQUAL_REWARDS:
+        return has_unequal_rewards
     if ":" not in path:
         raise ConfigurationError("filter_groups", path, "no such filter", _FILTER_FIX)
     return _imported("filter_groups", path, _FILTER_FIX)

@@ -17,8 +17,6 @@ and the engine keeps contexts of similar length together. On CUDA the step is ca
 (rows, key span), and prefill uses the fused causal kernel.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

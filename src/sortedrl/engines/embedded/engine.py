@@ -12,8 +12,6 @@ A rollout's tokens depend only on its seed and the weights (sampling.py, decoder
 requests and never outlives one, and weights change only while the engine is empty: stale KV is never read.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +37,7 @@ from sortedrl.core.engine import (
 from sortedrl.core.errors import first_sentences
 from sortedrl.core.rollout import Segment
 from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
-from sortedrl.engines.refusals import refusal, require_empty, require_new
-from sortedrl.engines.stop_strings import StopStrings, StopWatches
+from sortedrl.engines.shared import StopStrings, StopWatches, refusal, require_empty, require_new
 
 _PREFILL_TOKENS = 4096  # per forward pass, including padding
 _PREFILL_TOKENS_ON_GPU = 32768
@@ -375,26 +372,20 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
 
     Tied weights (names that share a tensor) may be given once; if given twice, they must be equal.
     """
-    name_of_model = type(model).__name__
     targets = model.state_dict()
-    unknown = sorted(set(weights) - set(targets))
-    if unknown:
-        raise ValueError(f"{len(unknown)} weights are not in {name_of_model}: {_some(unknown)}")
-    given = {targets[name].data_ptr(): name for name in weights}
-    missing = sorted(name for name, target in targets.items() if target.data_ptr() not in given)
-    if missing:
-        raise ValueError(f"{len(missing)} weights of {name_of_model} were not given: {_some(missing)}")
-    for name, weight in weights.items():
-        shape = targets[name].shape
-        if weight.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, in {name_of_model} {tuple(shape)}")
-        twin = given[targets[name].data_ptr()]
-        if twin != name and not torch.equal(weight, weights[twin]):
-            raise ValueError(f"{name} and {twin} are tied in {name_of_model}, but their new values differ")
+    faults = [f"it has no {name}" for name in sorted(weights.keys() - targets.keys())]
+    given = {targets[name].data_ptr(): name for name in weights if name in targets}
+    for name, target in targets.items():
+        twin = given.get(target.data_ptr())
+        if twin is None:
+            faults.append(f"{name} was not given")
+        elif name in weights and weights[name].shape != target.shape:
+            faults.append(f"{name} has shape {tuple(weights[name].shape)}, in the model {tuple(target.shape)}")
+        elif name in weights and twin != name and not torch.equal(weights[name], weights[twin]):
+            faults.append(f"{name} and {twin} are tied, but their new values differ")
+    if faults:
+        shown = "; ".join(faults[:3]) + ("; ..." if len(faults) > 3 else "")
+        raise ValueError(f"{len(faults)} of the weights do not fit {type(model).__name__}: {shown}")
     with torch.no_grad():
         for name, weight in weights.items():
             targets[name].copy_(weight)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

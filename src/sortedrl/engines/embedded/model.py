@@ -5,13 +5,11 @@ Any Hugging Face causal LM with full or sliding attention runs through its own f
 arithmetic: fewer kernels and less Python, which dominate a step of a small model or a small batch.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -106,29 +104,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         return states.new_zeros(self.rows, heads, self.capacity, width)
 
 
-class Forward(Protocol):
-    """One pass over [rows, tokens] that reads and writes its cache."""
-
-    kinds_of_layers: frozenset[str]
-
-    def refresh(self, *, changed: bool = False) -> None:
-        """Pick up changed weights of the model; without `changed`, check whether they did."""
-
-    def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
-        """Write the keys and values of the tokens into the cache."""
-
-    def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
-        """Logits [rows, vocabulary] after the last token of each row."""
-
-
-def forward_for(model: PreTrainedModel, cache: SlotCache) -> Forward:
-    if type(model).__name__ in _LLAMA_SHAPED and uses_slot_attention(model):
-        return LlamaForward(model, cache)
-    return GeneralForward(model, cache)
-
-
 class GeneralForward:
-    """The model's own forward."""
+    """The model's own forward: a pass over [rows, tokens] that reads and writes its cache."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
         self.kinds_of_layers = frozenset(_kinds_of_layers(model))
@@ -137,12 +114,15 @@ class GeneralForward:
         self._attention = _SLOT_ATTENTION if uses_slot_attention(model) else "eager"
 
     def refresh(self, *, changed: bool = False) -> None:
-        """Nothing to do: the model's own forward always reads the current weights."""
+        """Pick up changed weights; without `changed`, check whether they did. The model's own forward always reads the
+        current ones."""
 
     def fill(self, tokens: Tensor, positions: Tensor, masks: Masks) -> None:
+        """Write the keys and values of the tokens into the cache."""
         self._run(self._model.base_model, tokens, positions, masks)
 
     def logits(self, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:
+        """Logits [rows, vocabulary] after the last token of each row."""
         logits: Tensor = self._run(self._model, tokens, positions, masks).logits
         return logits[:, -1]
 
@@ -157,7 +137,7 @@ class GeneralForward:
             )
 
 
-class LlamaForward:
+class LlamaForward(GeneralForward):
     """A hand-written forward of Llama-shaped models (also with biases or normalized queries and keys)."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache) -> None:
@@ -202,6 +182,12 @@ class LlamaForward:
             gate, up = layer.up(_normalized(hidden, layer.output_norm))
             hidden = hidden + layer.down(silu(gate).mul_(up))[0]
         return hidden
+
+
+def forward_for(model: PreTrainedModel, cache: SlotCache) -> GeneralForward:
+    if type(model).__name__ in _LLAMA_SHAPED and uses_slot_attention(model):
+        return LlamaForward(model, cache)
+    return GeneralForward(model, cache)
 
 
 class _LlamaLayer:

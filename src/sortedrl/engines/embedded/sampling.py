@@ -6,8 +6,6 @@ weights. Gumbel noise, rather than one uniform number per token, also couples ru
 distributions sample different tokens about as rarely as they differ.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ asyncio. Subclasses hold the details of each server. streams.py handles requests
 updated in place: through files (weight_files.py), by CUDA IPC (weight_handles.py) or by NCCL (weight_broadcast.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from abc import abstractmethod
@@ -20,10 +18,7 @@ from typing import Any, TypeVar
 from sortedrl.core.configuration import ConfigurationError, checked_slots
 from sortedrl.core.engine import Change, EngineBase, EngineDied, Request, RequestPreempted
 from sortedrl.core.wording import counted
-from sortedrl.engines.kv_cache_reuse import KVCacheReuse
-from sortedrl.engines.output_layer import with_output_layer
 from sortedrl.engines.pool import Pool
-from sortedrl.engines.refusals import require_empty, require_new
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.credentials import Credentials
 from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, said
@@ -31,7 +26,7 @@ from sortedrl.engines.servers.streams import ServerStreams
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
 from sortedrl.engines.servers.weight_handles import WeightHandles, are_on_one_gpu, exported
-from sortedrl.engines.stop_strings import StopWatches
+from sortedrl.engines.shared import KVCacheReuse, StopWatches, require_empty, require_new, with_output_layer
 
 WATCH_SECONDS = 1.0
 WEIGHT_UPDATE_SECONDS = 600.0  # time limit of a weight update

@@ -1,7 +1,5 @@
 """What a server asks of its clients: an API key. No message of ours shows it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

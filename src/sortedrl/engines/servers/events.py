@@ -1,12 +1,10 @@
 """Events of a stream. The server's own class has the fields that it reads, as a msgspec struct, so that their types and
 ranges are checked and all others are skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from sortedrl.core.checkpoint import HIGHEST_LOGPROB, LOWEST_LOGPROB
+from sortedrl.core.engine_checks import HIGHEST_LOGPROB, LOWEST_LOGPROB
 from sortedrl.engines.servers.messages import Malformed, Refused, reason_of, said
 from sortedrl.engines.servers.messages import msgspec as msgspec
 

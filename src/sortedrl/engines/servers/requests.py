@@ -1,7 +1,5 @@
 """The requests of an engine: those that wait for a slot at the server, and those that were sent to it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Container
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Segment
-from sortedrl.engines.stop_strings import StopStrings
+from sortedrl.engines.shared import StopStrings
 
 FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 

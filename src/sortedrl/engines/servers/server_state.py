@@ -1,8 +1,6 @@
 """What an engine knows about its server: whether it is available, and whether it is still the process that was given
 the weights."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

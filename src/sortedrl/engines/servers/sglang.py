@@ -12,8 +12,6 @@
   given up. `cuda_ipc=True` is for a server on the learner's GPU, which it does not report, so this is off by default.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

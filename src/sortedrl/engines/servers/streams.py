@@ -17,8 +17,6 @@
   engine's own tasks has the same effect, so no error goes unnoticed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -38,14 +36,13 @@ from sortedrl.core.engine import (
     Tokens,
 )
 from sortedrl.core.rollout import Prompt, Segment
-from sortedrl.engines.refusals import unknown_token
 from sortedrl.engines.servers import connection
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
 from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
 from sortedrl.engines.servers.requests import Sent, Waiting, WaitingRequests
 from sortedrl.engines.servers.server_state import IdentityCheck, Outage
-from sortedrl.engines.stop_strings import StopWatches
+from sortedrl.engines.shared import StopWatches, unknown_token
 
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
 STOP_SECONDS = 2.0  # for aborted streams to end

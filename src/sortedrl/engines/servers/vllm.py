@@ -13,11 +13,9 @@
 - **Seeds** cost one kernel launch per row, so they are sent only with `seeded=True`. vLLM replays a seed from its start
   when a request is resumed, so a resumed request gets a new seed.
 - **Weights**: `reload_weights` on every worker between `/pause` and `/resume`, or a weight transfer by CUDA IPC or NCCL
-  if the server has that backend; then a reset of the prefix cache (kv_cache_reuse.py). If a step fails, the server
+  if the server has that backend; then a reset of the prefix cache (shared.py). If a step fails, the server
   stays paused and is given up.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging

@@ -8,8 +8,6 @@ time, and an error of any of them ends all: the thread that is still in NCCL is 
 Never run on two GPUs. The tests run vLLM's own rendezvous and its workers' code without NCCL.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

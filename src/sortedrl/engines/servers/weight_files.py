@@ -4,8 +4,6 @@ The writing process locks the folder before it gets its final name. A killed pro
 the lock: the same user's next weight update in the same place removes all unlocked folders.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.engines.output_layer import with_output_layer
+from sortedrl.engines.shared import with_output_layer
 
 _SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "sortedrl-weights-"

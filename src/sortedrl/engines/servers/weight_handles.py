@@ -5,8 +5,6 @@ No file is written, and the weights never leave the GPU. A handle is valid only 
 finished. The server unpickles the handles: bind it to loopback.
 """
 
-from __future__ import annotations
-
 import base64
 import pickle
 from collections.abc import Iterator, Mapping
@@ -78,8 +76,8 @@ def exported(weights: Mapping[str, Any]) -> Iterator[WeightHandles]:
 
     tensors = {name: _in_own_storage(tensor.detach().contiguous()) for name, tensor in weights.items()}
     device = next(iter(tensors.values())).device
-    torch.cuda.synchronize(device)  # the optimizer's last step may still run
-    handles = [reduce_tensor(tensor)[1] for tensor in tensors.values()]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)  # so there is no event to wait for: torch never closes one that a server opens
+    handles = [(*reduce_tensor(tensor)[1][:-1], False) for tensor in tensors.values()]  # type: ignore[no-untyped-call]
     try:
         yield WeightHandles(tensors, handles, gpu=str(torch.cuda.get_device_properties(device).uuid))
     finally:

@@ -6,13 +6,10 @@
     trainer.train()
 
 Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `engine` (what
-generates), `run` (the scheduler's side), `rows` (converts an update to TRL's rows), `group_rewards` (dynamic
-sampling), `mismatch` (engine and trainer compared). On several ranks: `weights` (gathered from shards), `ranks` (rank 0
-schedules for all). For rollouts of several turns: `tool_use` (for the trainer), `environments` (for the scheduler),
-`tools` (the calls).
+generates), `weights` (gathered from shards), `run` (the scheduler's side, on one rank or several), `rows` (converts an
+update to TRL's rows), `group_rewards` (dynamic sampling). For rollouts of several turns: `environments` (for the
+scheduler), `tools` (the calls, and what the trainer needs of them).
 """
-
-from __future__ import annotations
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.install_hint import install_hint
@@ -28,7 +25,7 @@ from sortedrl.integrations.trl.fields import check_version
 
 check_version()  # before the trainer class is created
 
-from sortedrl.integrations.trl.mismatch import EngineMismatch  # noqa: E402
+from sortedrl.integrations.trl.engine import EngineMismatch  # noqa: E402
 from sortedrl.integrations.trl.trainer import HookNeverFired, SortedGRPOTrainer  # noqa: E402
 
 __all__ = ["EngineMismatch", "HookNeverFired", "SortedGRPOTrainer"]

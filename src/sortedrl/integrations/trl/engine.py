@@ -1,6 +1,5 @@
-"""The engine of a `SortedGRPOTrainer`: created on first use, fed with the trainer's weights, also for evaluations."""
-
-from __future__ import annotations
+"""The engine of a `SortedGRPOTrainer`: created on first use, fed with the trainer's weights, also for evaluations;
+and the comparison of its log-probabilities with the trainer's."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator
@@ -27,9 +26,11 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import kind_of
 from sortedrl.engines.generate import generate
 from sortedrl.engines.registry import make_engine
+from sortedrl.integrations.trl.rows import loss_mask
 from sortedrl.integrations.trl.weights import is_sharded, whole_weights
 
 MakeEngine = Callable[[], Engine]
+MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
 
 
 def is_function(wanted: str | Engine | MakeEngine) -> TypeGuard[MakeEngine]:
@@ -187,3 +188,25 @@ def longest_context(wanted: str | Engine | MakeEngine, model: Any, args: GRPOCon
             "max_prompt_tokens", None, "the model configuration has no maximum context length", "Set it in a Schedule."
         )
     return limit
+
+
+class EngineMismatch(RuntimeError):
+    """The engine and the trainer disagree on log-probabilities."""
+
+
+def mismatch_of(logps: Tensor, inputs: dict[str, Tensor]) -> float | None:
+    """Mean nats per token, only on tokens of the current weights: on stale tokens the two differ legitimately. None if
+    there are none."""
+    fresh = loss_mask(inputs).bool() & (inputs["staleness"] == 0)
+    if not bool(fresh.any()):
+        return None
+    return (logps - inputs["sampling_per_token_logps"])[fresh].abs().mean().item()
+
+
+def check_mismatch(mismatch: float) -> None:
+    if not mismatch < MISMATCH_LIMIT:
+        raise EngineMismatch(
+            f"on tokens of the current weights, engine and trainer differ by {mismatch:.2f} nats per token (limit "
+            f"{MISMATCH_LIMIT}): the engine does not hold the trainer's weights, or the trainer's dropout is on "
+            "(then set disable_dropout=True)"
+        )

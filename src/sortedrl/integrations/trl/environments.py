@@ -3,8 +3,6 @@
 Tokens pass from turn to turn as ids. What follows a turn with tool calls is rendered by TRL's `_get_tool_suffix_ids`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -17,8 +15,8 @@ from typing import Any
 from trl.chat_template_utils import parse_response
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.integrations.trl.tools import Episode, Example, ParsedResponse, ToolBox
-from sortedrl.tasks.chat_turns import TemplateRefused
+from sortedrl.integrations.trl.tools import Episode, ParsedResponse, ToolUse
+from sortedrl.tasks.encode import TemplateRefused
 from sortedrl.tasks.environment import Environment, Message, Response
 from sortedrl.tasks.environment_calls import Inbox, Turn, turns_of
 from sortedrl.tasks.environment_host import Call, Host, Instances, LocalHost, Result
@@ -46,13 +44,14 @@ class TrlEnvironments(TaskEnvironments):
 
     keeps_scored = True  # reward functions run when the update is complete
 
-    def __init__(self, grpo: Any, box: ToolBox, example_of: Callable[[int], Example], *, limit_seconds: float) -> None:
-        make: type[LoopHost | LocalHost] = LoopHost if box.threads else LocalHost
-        host: Host = make(partial(Episode, box), limit_seconds=limit_seconds)
-        super().__init__(grpo._tokenizer, host, eos_token_ids=grpo.eos_token_ids, chat=ToolSuffix(grpo))
-        self._grpo = grpo
-        self._box = box
-        self._example_of = example_of  # by row of the dataset
+    def __init__(self, use: ToolUse) -> None:
+        use.start_run()
+        limit_seconds = use.schedule.max_environment_seconds
+        make: type[LoopHost | LocalHost] = LoopHost if use.threads else LocalHost
+        host: Host = make(partial(Episode, use), limit_seconds=limit_seconds)
+        chat = ToolSuffix(use.grpo)
+        super().__init__(use.grpo._tokenizer, host, eos_token_ids=use.grpo.eos_token_ids, chat=chat)
+        self._use = use
         self._limit_seconds = limit_seconds
         self._parsed: dict[int, tuple[int, list[Response]]] = {}  # by rollout id: its attempt, its turns so far
 
@@ -65,8 +64,8 @@ class TrlEnvironments(TaskEnvironments):
 
     def _take_results(self) -> None:
         super()._take_results()
-        if self._box.fatal is not None:
-            raise self._box.fatal
+        if self._use.fatal is not None:
+            raise self._use.fatal
 
     def submit_end(self, rollout: Rollout) -> None:
         turns = turns_of(rollout)
@@ -91,7 +90,7 @@ class TrlEnvironments(TaskEnvironments):
         if result is None or result.error is not None or self._difference(turns, result) is not None:
             self._host.drop(number)
             return False
-        self._box.episodes[rollout.id].end()
+        self._use.episodes[rollout.id].end()
         self._host.drop(number)
         return True
 
@@ -107,7 +106,7 @@ class TrlEnvironments(TaskEnvironments):
 
     def _problem(self, rollout: Rollout) -> Any:
         row = rollout.prompt.payload
-        return rollout.id, row, self._example_of(row)
+        return rollout.id, row, self._use.grpo.example(row)
 
     def _responses(self, rollout: Rollout, turns: Sequence[Turn]) -> list[Response]:
         """Each turn is parsed once."""
@@ -124,9 +123,10 @@ class TrlEnvironments(TaskEnvironments):
         return list(responses)
 
     def _tools_of(self, rollout: Rollout) -> list[Any]:
-        if self._box.factories is None:
-            return list(self._grpo.tools)
-        return list(self._grpo._env_tools[self._box.name_of(self._example_of(rollout.prompt.payload))])
+        if not self._use.has_environments:
+            return list(self._use.grpo.tools)
+        example = self._use.grpo.example(rollout.prompt.payload)
+        return list(self._use.grpo._env_tools[self._use.name_of(example)])
 
 
 def _cut(response: Response) -> ParsedResponse:

@@ -4,8 +4,6 @@ A field is kept (TRL handles it as usual), mapped (`schedule_for`), or refused b
 (`REFUSED`). None is silently ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Mapping
@@ -21,11 +19,11 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sortedrl.core.configuration import ConfigurationError, checked_float, checked_int, checked_slots
 from sortedrl.core.group_filter import EQUAL_REWARDS
+from sortedrl.core.parts import strategy_and_filter
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.strategies.registry import group_filter, strategy_named
 from sortedrl.core.wording import kind_of
-from sortedrl.engines.registry import SERVERS, check_name
+from sortedrl.engines.registry import SERVERS, check_available, check_name
 from sortedrl.integrations.trl.weights import is_sharded
 
 OLDEST_VERSION = "1.16.0"
@@ -79,12 +77,20 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 # Settings of vLLM in this process.
 ENGINE_FIELDS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
+OTHER_ENGINE = (
+    "it sets up vLLM, but another engine generates",
+    "Leave it out, or pass engine='vllm' to the trainer.",
+)
 # Settings of the off-policy correction: TRL reads them only if old and sampling policy are distinguished.
 CORRECTION_FIELDS = (
     "vllm_importance_sampling_cap",
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
+)
+NOT_CORRECTED = (
+    "it has no effect with off_policy_correction='ppo_clip'",
+    "Leave it out, or pass off_policy_correction='decoupled' to the trainer.",
 )
 
 REFUSED_ARGUMENTS: dict[str, tuple[str, str]] = {
@@ -132,15 +138,11 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             'Use [{"role": "user", "content": ...}] instead of text.',
         )  # fmt: skip
     if isinstance(factory, Mapping):
-        if "environment" not in columns:
-            raise ConfigurationError(
-                "train_dataset", sorted(columns), "it has no column named environment", "Name each row's environment."
-            )
-        unknown = sorted({str(name) for name in dataset["environment"]} - {str(name) for name in factory})
-        if unknown:
+        named = dataset["environment"] if "environment" in columns else ["no column environment"]
+        if unknown := sorted({str(name) for name in named} - {str(name) for name in factory}):
             raise ConfigurationError(
                 "environment_factory", sorted(factory), f"the dataset names environments that it has not: {unknown}",
-                "Add them, or change the column named environment.",
+                "Name each row's environment in the column environment of train_dataset.",
             )  # fmt: skip
 
 
@@ -164,31 +166,27 @@ def check_parts(schedule: object, engine: object, slots: int | None, reuse_kv_ca
     if slots is not None and checked_slots(slots) != own:
         reason = f"the engine that you pass has {own}"
         raise ConfigurationError("slots", slots, reason, "Leave it out.")
+    if isinstance(engine, str):
+        check_available(engine, urls=())  # before the model is loaded
 
 
 def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object) -> None:
-    """Refuse, by name, each field that is set but would have no effect."""
+    """Refuse, by name, fields that are set but would have no effect. All of them at once: a launch takes minutes."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    set_fields = {name for name in defaults if _is_set(name, getattr(args, name), defaults[name])}
-    for name, (why, fix) in REFUSED.items():
-        if name in set_fields:
-            raise ConfigurationError(name, getattr(args, name), why, fix)
-    for name in ENGINE_FIELDS:
-        if name in set_fields and engine != "vllm":
-            raise ConfigurationError(
-                name, getattr(args, name), "it sets up vLLM, but another engine generates",
-                "Leave it out, or pass engine='vllm' to the trainer.",
-            )  # fmt: skip
+    refused = REFUSED
+    if engine != "vllm":
+        refused = refused | dict.fromkeys(ENGINE_FIELDS, OTHER_ENGINE)
+    if off_policy_correction == "ppo_clip":
+        refused = refused | dict.fromkeys(CORRECTION_FIELDS, NOT_CORRECTED)
+    are_set = [name for name in refused if name in defaults and getattr(args, name) != defaults[name]]
+    if are_set:
+        why, fix = refused[are_set[0]]
+        others = f" Also refused: {', '.join(are_set[1:])}." if are_set[1:] else ""
+        raise ConfigurationError(are_set[0], getattr(args, are_set[0]), why, fix + others)
     if off_policy_correction not in ("ppo_clip", "decoupled"):
         raise ConfigurationError(
             "off_policy_correction", off_policy_correction, "no such correction", "Use 'ppo_clip' or 'decoupled'."
         )
-    for name in CORRECTION_FIELDS:
-        if name in set_fields and off_policy_correction == "ppo_clip":
-            raise ConfigurationError(
-                name, getattr(args, name), "it has no effect with off_policy_correction='ppo_clip'",
-                "Leave it out, or pass off_policy_correction='decoupled' to the trainer.",
-            )  # fmt: skip
     if off_policy_correction == "decoupled" and not args.vllm_importance_sampling_correction:
         raise ConfigurationError(
             "vllm_importance_sampling_correction", False, "off_policy_correction='decoupled' requires it",
@@ -247,10 +245,6 @@ def tools_need_an_engine_per_rank() -> ConfigurationError:
     )  # fmt: skip
 
 
-def _is_set(name: str, value: Any, default: Any) -> bool:
-    return default is not dataclasses.MISSING and value != default
-
-
 def optimizer_steps_per_update(args: GRPOConfig) -> int:
     return int(_steps_per_generation(args) * args.num_iterations // args.gradient_accumulation_steps)
 
@@ -286,13 +280,9 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int, *, is_share
     if given.prompts_per_cohort == Schedule().prompts_per_cohort:  # not set
         owned["prompts_per_cohort"] = UPDATES_PER_COHORT * rollouts // args.num_generations
     schedule = _merged(given, owned)
-    schedule.check_cohort()
     if schedule.overlap:
         raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
-    strategy = strategy_named(schedule.mode)
-    strategy.check(schedule)
-    if group_filter(schedule) is not None:
-        strategy.check_filter()
+    strategy_and_filter(schedule)
     return schedule
 
 

@@ -6,8 +6,6 @@ groups at different times. Reward functions see every rollout once. Its rewards,
 it as `detail` until TRL asks for those of the update.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import defaultdict

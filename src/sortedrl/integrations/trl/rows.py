@@ -5,8 +5,6 @@ batch of the scheduler may have a group with a rejected member, or more or fewer
 copies of real ones without effect: no reward, and a mask of zeros.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -11,17 +11,18 @@ until its rewards can be written into them. The log is complete whenever no batc
 group is scored when it is complete (group_rewards.py), and no event is held back.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from datasets import Dataset
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -41,12 +42,14 @@ from sortedrl.integrations.trl.group_rewards import Score, scored_groups
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
-from sortedrl.tasks.problem_digests import digests, why_changed
+from sortedrl.settings.slots import too_many_slots
+from sortedrl.tasks.datasets import digests, why_changed
 
 _logger = logging.getLogger(__name__)
 
 # What a resumed run may change: the rest of the schedule is part of what the checkpoint holds.
 _MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds"})
+_HARVEST = timedelta(days=7)  # how long other ranks wait for rank 0: the default would end a long harvest
 
 
 class DatasetPrompts(Sequence[Prompt]):
@@ -145,6 +148,8 @@ class ScheduledRun:
         environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
+        if notice := too_many_slots(engine.slots, schedule.rollouts_needed):
+            _logger.warning("slots: %s", notice)
         self.metrics = Metrics()
         self._schedule = schedule
         self._prompts = prompts
@@ -155,7 +160,7 @@ class ScheduledRun:
         self._rejections = RejectionWatch(
             schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
         )
-        self._in_hand: Batch | None = None
+        self.has_batch_in_hand = False
         self._drafts = LoggedDrafts(engine)
         self._environments = environments
         self.controller = Controller(
@@ -172,7 +177,6 @@ class ScheduledRun:
         if saved is not None:
             _refuse_changes(saved["schedule"], asdict(schedule))
             _refuse_other_rows(saved.get("rows"), prompts)
-            _require_log(log_path)
         self._recorder = Recorder(
             self.controller,
             log_path,
@@ -181,14 +185,10 @@ class ScheduledRun:
         )
         self._batches: Iterator[Batch] = iter(self.controller)
 
-    @property
-    def has_batch_in_hand(self) -> bool:
-        return self._in_hand is not None
-
     def next_batch(self) -> Batch:
         self._extend_data()
         for batch in self._batches:
-            self._in_hand = batch
+            self.has_batch_in_hand = True
             self._drafts.mark(self.controller)
             rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
             self.reward_mean = sum(rewards) / len(rewards)
@@ -224,7 +224,7 @@ class ScheduledRun:
 
     def publish(self, weights: Any, *, at_once: bool) -> None:
         """`at_once`: the engine gets them now and not at the next harvest, while all ranks gather them."""
-        self._in_hand = None
+        self.has_batch_in_hand = False
         self.controller.publish(weights)
         if at_once:
             self.controller.update_engine()
@@ -232,8 +232,7 @@ class ScheduledRun:
 
     def state(self) -> dict[str, Any]:
         """JSON-ready. Only between two batches, when all that happened is in the log."""
-        if self._in_hand is not None:
-            raise RuntimeError("a batch is in hand: publish first")
+        assert not self.has_batch_in_hand
         return {
             "schedule": asdict(self._schedule),
             "rows": self._prompts.row_digests,
@@ -255,14 +254,6 @@ def controller_state(saved: dict[str, Any]) -> dict[str, Any]:
     """sortedrl 0.2 saved the number of events in the log beside the controller's state."""
     state: dict[str, Any] = saved["controller"]
     return state | {"events": saved.get("events", state["events"])}
-
-
-def _require_log(path: Path) -> None:
-    if not path.exists():
-        raise ConfigurationError(
-            "output_dir", str(path.parent), f"{path.name} of the run to resume is not there",
-            "Set output_dir to the folder in which the run began.",
-        )  # fmt: skip
 
 
 def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -314,3 +305,53 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 def _plain(logged: Any) -> Any:
     """For JSON: a value that a reward function has logged (`log_extra`)."""
     return logged.tolist() if hasattr(logged, "tolist") else str(logged)
+
+
+# Several ranks. If one fails, the launcher (torchrun, accelerate) ends the others.
+
+
+class Ranks:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._group: Any = None
+
+    def scatter(self, parts: Sequence[Any] | None) -> Any:
+        """This rank's part of what rank 0 gives."""
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, None if parts is None else list(parts), src=0, group=self._objects())
+        return received[0]
+
+    def on_rank_0(self, do: Callable[[list[Any]], list[Any]], asked: list[Any]) -> list[Any]:
+        """What rank 0 makes of each of the values that this rank asks for; it gets those of all ranks at once."""
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(asked, values, dst=0, group=self._objects())
+        if values is None:
+            return list(self.scatter(None))
+        made = iter(do([value for part in values for value in part]))
+        return list(self.scatter([list(islice(made, len(part))) for part in values]))
+
+    def _objects(self) -> Any:
+        """A group on the CPU: with NCCL, a rank that waits would keep its GPU busy."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_HARVEST)
+        return self._group
+
+
+class FollowedRun:
+    """In the place of a `ScheduledRun` on the ranks that rank 0 schedules for."""
+
+    has_batch_in_hand = False
+    metrics = None
+    reward_mean = 0.0
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def mark_phase(self, phase: str) -> None: ...
+
+    def score(self, reward_of: dict[int, float]) -> None: ...
+
+    def publish(self, weights: Iterable[Any] | None, *, at_once: bool) -> None: ...
+
+    def end(self) -> None: ...

@@ -12,7 +12,7 @@ lines. So GRPOTrainer is subclassed where it fills its generation batch:
                                         each group was scored when it was complete, and this returns the rewards
     _generate_and_score_completions     TRL's; then `old_per_token_logps` are set to the engine's log-probabilities
     _compute_loss                       TRL's; the engine's log-probabilities are also compared with TRL's
-    _tool_call_loop                     only with tools: returns the turns, which ran beside generation (tool_use.py)
+    _tool_call_loop                     only with tools: returns the turns, which ran beside generation (tools.py)
 
 Everything else is TRL's: advantages, losses, KL, optimizer, logging, checkpoints, accelerate. The data loader still
 counts the steps, but its rows are ignored. Each process runs its own scheduler and engine over its part of the prompts,
@@ -25,8 +25,6 @@ Invariants, checked at run time:
 - the prompts that TRL tokenized are those of the rollouts;
 - on tokens of the current weights, engine and trainer agree on the log-probabilities (`EngineMismatch`).
 """
-
-from __future__ import annotations
 
 import inspect
 import time
@@ -51,14 +49,15 @@ from sortedrl.integrations.trl import fields
 from sortedrl.integrations.trl.engine import (
     MakeEngine,
     TrainerEngine,
+    check_mismatch,
     engine_spec,
     exhaust,
     is_function,
     longest_context,
+    mismatch_of,
 )
+from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.group_rewards import rewards_of_update, score_group, total_rewards
-from sortedrl.integrations.trl.mismatch import check_mismatch, mismatch_of
-from sortedrl.integrations.trl.ranks import FollowedRun, Ranks
 from sortedrl.integrations.trl.rows import (
     Row,
     dealt,
@@ -75,13 +74,15 @@ from sortedrl.integrations.trl.rows import (
 )
 from sortedrl.integrations.trl.run import (
     DatasetPrompts,
+    FollowedRun,
+    Ranks,
     ScheduledRun,
     columns_in_use,
     read_state,
     state_name,
     write_state,
 )
-from sortedrl.integrations.trl.tool_use import ToolUse
+from sortedrl.integrations.trl.tools import ToolUse
 
 
 class HookNeverFired(RuntimeError):
@@ -145,9 +146,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 raise fields.tools_need_an_engine_per_rank()
             context = longest_context(engine, self.model, self.args, self.schedule)
             self.schedule = fields.with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
-            self.tool_use = ToolUse(
-                self, self.example, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds
-            )
+            self.tool_use = ToolUse(self, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds)
         self._sampling = Sampling(temperature=self.temperature)
         spec = self._engine_spec(engine, reuse_kv_cache) if isinstance(engine, str) else None
         is_here = self._ranks.rank == 0 or not self._is_shared
@@ -206,7 +205,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
             max_rejected_fraction=self._max_rejected_fraction,
             score_group=partial(score_group, self),
-            environments=None if self.tool_use is None else self.tool_use.new_environments(),
+            environments=None if self.tool_use is None else TrlEnvironments(self.tool_use),
             saved=saved,
         )
 

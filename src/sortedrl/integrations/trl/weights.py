@@ -5,8 +5,6 @@ collective: all ranks iterate to the end together. A rank never holds more than 
 beyond those that the reader of the iterator keeps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,8 @@
     task.py          the taskset's tasks as problems, and their prompts
     renderer.py      messages to tokens, with the tokens of earlier turns kept
     env_server.py    processes in which verifiers runs the episodes
-    endpoint.py      the HTTP endpoint that their model client posts each turn to
-    episode.py       one episode: answers its requests with the rollout's turns, takes its observations
+    episode.py       one episode: answers its requests with the rollout's turns, takes its observations; and the HTTP
+                     endpoint that the model client posts these requests to
     service.py       all of these in one thread
     environments.py  the scheduler's view (core/turns.py)
 

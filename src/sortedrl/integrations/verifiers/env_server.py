@@ -4,8 +4,6 @@ The process ends with this one, and takes the programs that its harnesses starte
 `python -m` this module is the process itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -15,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from sortedrl.core.user_values import one_line
 from sortedrl.tasks.guardian import guard
@@ -36,7 +34,7 @@ class EnvServerProcess:
         self.ended = asyncio.create_task(self._wait())
 
     @classmethod
-    async def start(cls, config: Mapping[str, Any]) -> EnvServerProcess:
+    async def start(cls, config: Mapping[str, Any]) -> Self:
         """`config` is the environment's, as plain data. Raises WorkerError if the process does not come up."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
         process = await asyncio.create_subprocess_exec(

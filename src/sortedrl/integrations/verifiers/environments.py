@@ -3,8 +3,6 @@
 The same object is the scorer of rollouts that a limit ended: verifiers scores what they have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count

@@ -5,15 +5,19 @@ turn is recorded is answered with it. The first request after that brings a new 
 scheduler has decoded the next turn. So an episode that was lost is brought back by starting it again.
 """
 
-from __future__ import annotations
-
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from aiohttp import web
+
 from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment_calls import Turn
+
+SESSION = "X-Session-ID"
+_MAX_REQUEST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class Episode:
 
     def __init__(
         self,
-        run: Callable[[Episode, Mapping[str, Any]], Awaitable[Outcome]],
+        run: Callable[["Episode", Mapping[str, Any]], Awaitable[Outcome]],
         on_report: Callable[[Report], None],
         limit_seconds: float,
     ) -> None:
@@ -196,3 +200,68 @@ def _context(ask: Ask, turns: int) -> list[int]:
     for turn in ask.turns[:turns]:
         parts += [turn.response, turn.observation or ()]
     return [token for part in parts for token in part]
+
+
+class Endpoint:
+    """Where verifiers' model client posts the requests of all episodes: vLLM's `/inference/v1/generate`, over HTTP.
+
+    `turn_for(trace, prompt)` gives the turn; it may take as long as it likes. The header `X-Session-ID` names the
+    trace. The sampling parameters of a request are ignored: the run's own decide."""
+
+    def __init__(self, turn_for: Callable[[str, Sequence[int]], Awaitable[Turn]]) -> None:
+        self._turn_for = turn_for
+        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/v1/models", _models)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
+
+    async def start(self) -> str:
+        """Returns its base URL, on a free port of this machine."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        try:
+            body = json.loads(await request.read())
+            trace, prompt = request.headers[SESSION], _token_ids(body["token_ids"])
+        except (KeyError, TypeError, ValueError) as error:
+            return _refusal(f"expected token_ids and the header {SESSION}: {type(error).__name__}: {error}")
+        try:
+            return web.json_response(_answer(trace, await self._turn_for(trace, prompt)))
+        except Refused as error:
+            # Harnesses end an episode in order if the context is full. For them this is the same.
+            return _refusal(f"This model's maximum context length is reached: {error}")
+
+
+def _token_ids(found: Any) -> list[int]:
+    """Raises ValueError."""
+    if not isinstance(found, list) or not all(type(token) is int and token >= 0 for token in found):
+        raise ValueError("token_ids must be a list of integers, none of them negative")
+    return found
+
+
+async def _models(_: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": []})
+
+
+def _refusal(reason: str) -> web.Response:
+    return web.json_response({"error": {"message": reason, "type": "BadRequestError", "code": 400}}, status=400)
+
+
+def _answer(trace: str, turn: Turn) -> dict[str, Any]:
+    tokens = list(turn.response)
+    content = [
+        {"token": f"token_id:{token}", "logprob": min(logprob, 0.0)}
+        for token, logprob in zip(tokens, turn.logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"content": content},
+        "finish_reason": "length" if turn.is_cut else "stop",
+    }
+    return {"request_id": trace, "choices": [choice]}

@@ -4,8 +4,6 @@ Its fallback decodes earlier responses and encodes them again, so the next promp
 were sampled. This renderer appends the new messages to those tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,7 +11,7 @@ from renderers import DefaultRendererConfig, Renderer, create_renderer
 from renderers.base import RenderedTokens, load_tokenizer
 from renderers.default import DefaultRenderer
 
-from sortedrl.tasks.chat_turns import ChatTurns, TemplateRefused
+from sortedrl.tasks.encode import ChatTurns, TemplateRefused
 
 
 class KeepsTokens(DefaultRenderer):  # type: ignore[misc]

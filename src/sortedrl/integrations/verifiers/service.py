@@ -4,8 +4,6 @@ A server that dies or whose event loop is blocked loses its episodes: each repor
 with a retry. The next episode starts the server again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -21,9 +19,8 @@ from verifiers.v1.serve.client import EnvClient
 from verifiers.v1.types import SamplingConfig
 
 from sortedrl.core.user_values import one_line
-from sortedrl.integrations.verifiers.endpoint import Endpoint
 from sortedrl.integrations.verifiers.env_server import EXIT_SECONDS, START_SECONDS, EnvServerProcess
-from sortedrl.integrations.verifiers.episode import Ask, Episode, EpisodeFailed, Outcome, Refused, Report
+from sortedrl.integrations.verifiers.episode import Ask, Endpoint, Episode, EpisodeFailed, Outcome, Refused, Report
 from sortedrl.tasks.environment_calls import Turn
 from sortedrl.tasks.worker_process import WorkerError
 

@@ -1,7 +1,5 @@
 """A taskset of verifiers as a task: `--task verifiers:NAME`."""
 
-from __future__ import annotations
-
 import random
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -64,7 +62,7 @@ class VerifiersTask:
             self._prompts = self._read_prompts(tokenizer)
         return self._prompts[problem.id]
 
-    def serve(self, tokenizer: Any, *, eos_token_ids: Collection[int], workers: int, limit_seconds: float) -> Served:
+    def serve(self, tokenizer: Any, *, eos_token_ids: Collection[int], workers: int, limit_seconds: float) -> "Served":
         services = [self._service or self._new_service(tokenizer), self._new_service(tokenizer)]
         self._service = None  # it belongs to the run now
         for service in services:

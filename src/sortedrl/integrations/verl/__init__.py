@@ -26,8 +26,8 @@ Why this interface: it needs only what verl's own trainers use (the trainer's ho
 client class, abort and resume of replicas, TransferQueue keys), and no change to the scheduler. A custom sampler alone
 could only choose among finished prompts: it can neither order the starts nor regenerate aborted rollouts.
 
-Two layouts: servers on the learner's GPUs (`trainer`), or on GPUs of their own (`separate`), where partial modes
-generate while the learner steps.
+Two layouts: servers on the learner's GPUs, or on GPUs of their own, where partial modes generate while the learner
+steps.
 
 `plugin` registers the mode when verl is imported (entry point `verl.plugins`); nothing here imports verl before that.
 """

@@ -5,8 +5,6 @@ context variable during the agent loop, so that the client can find it, although
 on. Without a ticket (validation), both behave like verl's own.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +13,7 @@ import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, reason_for_report
-from sortedrl.integrations.verl.group_metric import metric_of, value_of
+from sortedrl.integrations.verl.settings import metric_of, value_of
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
 
 TICKET = "sortedrl_ticket"  # the field of a row

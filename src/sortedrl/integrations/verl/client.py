@@ -5,8 +5,6 @@ the client reports the tokens so far and waits for the next slot. So the state o
 coroutine, survives a stop. Without a ticket (validation), the client behaves like verl's own.
 """
 
-from __future__ import annotations
-
 import asyncio
 from array import array
 from typing import Any

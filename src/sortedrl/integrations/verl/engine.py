@@ -10,14 +10,12 @@ Guarantees in addition to the engine protocol:
 - the version of a segment is what the server reports, not what we expect.
 """
 
-from __future__ import annotations
-
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -31,25 +29,9 @@ from sortedrl.integrations.verl.visit import Ticket
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
 _STOP_LIMIT_SECONDS = 300.0
 _LONGEST_WAIT_SECONDS = 10.0
-_SERVER_GONE = "a rollout server is gone. Resume the run from its last checkpoint"
+_SERVER = "a rollout server"
+_IS_GONE = "is gone. Resume the run from its last checkpoint"
 _NO_LOOP = "its agent loop is gone, and a response of several turns cannot be continued without it"
-
-
-class Servers(Protocol):
-    """The part of verl's CheckpointEngineManager that the engine uses."""
-
-    def abort_replicas(self, reject_request: bool = False) -> Any: ...
-
-    def resume_generation_replicas(self) -> Any: ...
-
-
-class Workers(Protocol):
-    """The part of the agent loop manager that the engine uses."""
-
-    def wait_until_ready(self) -> None:
-        """Raises RayActorError if one is gone."""
-
-    def stop_loops(self, dispatches: Sequence[int]) -> None: ...
 
 
 Send = Callable[[Sequence[tuple[Request, Ticket]]], None]  # to the agent loop workers; must not wait for completion
@@ -61,8 +43,8 @@ class VerlEngine(EngineBase):
     def __init__(
         self,
         exchange: Any,
-        servers: Servers,
-        workers: Workers,
+        servers: Any,  # verl's CheckpointEngineManager: aborts and resumes its replicas
+        workers: Any,  # agent.SortedAgentLoopManager
         *,
         slots: int,
         send: Send,
@@ -127,7 +109,8 @@ class VerlEngine(EngineBase):
     def update_weights(self, weights: Sync | None, version: int) -> None:
         """`weights` brings the learner's to the servers. Without it they must have this version already."""
         if weights is not None:
-            self._of_servers(partial(weights, version))
+            with _alive(_SERVER):
+                weights(version)
             self.version = version
         if version != self.version:
             raise RuntimeError(f"the servers hold version {self.version}, but the scheduler continues under {version}")
@@ -145,8 +128,9 @@ class VerlEngine(EngineBase):
         soonest = min(self._starting.values(), default=float("inf")) - self.now()
         began, wait = self.now(), max(0.0, min(timeout_seconds, soonest, _LONGEST_WAIT_SECONDS))
         self.receive(wait)
-        if self.now() - began >= _LONGEST_WAIT_SECONDS:
-            self._check()
+        if self.now() - began >= _LONGEST_WAIT_SECONDS:  # a worker that died sends no report for its rollouts
+            with _alive("an agent loop worker"):
+                self._workers.wait_until_ready()
 
     def wait_until(self, is_so: Callable[[], bool], timeout_seconds: float) -> None:
         deadline = self.now() + timeout_seconds
@@ -167,7 +151,8 @@ class VerlEngine(EngineBase):
             self._abort_servers()
 
     def wake(self) -> None:
-        self._of_servers(self._servers.resume_generation_replicas)
+        with _alive(_SERVER):
+            self._servers.resume_generation_replicas()
         self._is_resting = False
 
     def keys_of(self, rollout: Rollout) -> tuple[str, ...]:
@@ -287,14 +272,9 @@ class VerlEngine(EngineBase):
             self.wake()
 
     def _abort_servers(self) -> None:
-        self._of_servers(partial(self._servers.abort_replicas, reject_request=True))
+        with _alive(_SERVER):
+            self._servers.abort_replicas(reject_request=True)
         self._is_resting = True
-
-    def _of_servers(self, control: Callable[[], Any]) -> None:
-        try:
-            control()
-        except ray.exceptions.RayActorError as error:
-            raise EngineDied(f"{_SERVER_GONE}: {error}") from None
 
     def _outstanding(self, pending: dict[int, int]) -> list[int]:
         return [id for id, dispatch in pending.items() if self._running.get(id) == dispatch]
@@ -303,7 +283,7 @@ class VerlEngine(EngineBase):
 
     def _take(self, at: float, report: reports.Report) -> None:
         if isinstance(report, reports.ServerFailed) and report.is_gone:  # before retries cost a rollout
-            raise EngineDied(f"{_SERVER_GONE}: {report.reason}")
+            raise EngineDied(f"{_SERVER} {_IS_GONE}: {report.reason}")
         if report.dispatch not in self._id_of:
             if isinstance(report, reports.LoopScored):
                 self._clear(report.keys)  # regenerated in the meantime
@@ -387,18 +367,18 @@ class VerlEngine(EngineBase):
         if elsewhere:
             self._workers.stop_loops(elsewhere)
 
-    def _check(self) -> None:
-        """After a long silence: check the workers, since one that died sends no report for its rollouts."""
-        try:
-            self._workers.wait_until_ready()
-        except ray.exceptions.RayActorError as error:
-            raise EngineDied(f"an agent loop worker is gone: {error}") from None
-
     def _call(self, reference: Any) -> Any:
-        try:
+        with _alive("the exchange"):
             return ray.get(reference)
-        except ray.exceptions.RayActorError as error:
-            raise EngineDied(f"the exchange is gone: {error}") from None
+
+
+@contextmanager
+def _alive(what: str) -> Iterator[None]:
+    """A part that is gone ends the engine."""
+    try:
+        yield
+    except ray.exceptions.RayActorError as error:
+        raise EngineDied(f"{what} {_IS_GONE}: {error}") from None
 
 
 def _ticket(request: Request, dispatch: int) -> Ticket:

@@ -9,8 +9,6 @@ The instance of an environment is the coroutine of the agent loop. It cannot be 
 resumed run, a rollout of several turns is regenerated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

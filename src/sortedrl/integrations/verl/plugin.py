@@ -5,15 +5,11 @@ until verl's own trainers are imported. When the mode is used, it checks the rel
 hook that the adapter uses, and only then imports the other modules.
 """
 
-from __future__ import annotations
-
-import importlib.abc
-import importlib.util
+import importlib
 import inspect
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+import wrapt
 
 MODE = "sortedrl"
 TRAINERS = "verl.trainer.ppo.v1"
@@ -60,41 +56,6 @@ HOOKS: dict[str, tuple[str, ...]] = {
         "CheckpointEngineManager.update_weights global_steps",
     ),
 }
-Act = Callable[[ModuleType], None]
-
-
-def after_import(name: str, act: Act) -> None:
-    """Call `act` with the module of this name: now, or as soon as it has been imported."""
-    if name in sys.modules:
-        act(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Watch(name, act))
-
-
-class _Watch(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, act: Act) -> None:
-        self._name, self._act = name, act
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, self._act)
-        return spec
-
-
-class _Then(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, act: Act) -> None:
-        self._loader, self._act = loader, act
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._act(module)
 
 
 def register(trainers: ModuleType) -> None:
@@ -106,9 +67,8 @@ def _make_trainer(cls: type, config: object) -> object:
     reason = why_unfit()
     if reason is not None:
         raise RuntimeError(reason)
-    from sortedrl.integrations.verl.separate import PPOTrainerSeparate
     from sortedrl.integrations.verl.settings import has_own_gpus
-    from sortedrl.integrations.verl.trainer import PPOTrainerSortedRL
+    from sortedrl.integrations.verl.trainer import PPOTrainerSeparate, PPOTrainerSortedRL
 
     return (PPOTrainerSeparate if has_own_gpus(config) else PPOTrainerSortedRL)(config)
 
@@ -145,4 +105,4 @@ def _has(module: str, hook: str) -> bool:
         return False
 
 
-after_import(TRAINERS, register)
+wrapt.register_post_import_hook(register, TRAINERS)

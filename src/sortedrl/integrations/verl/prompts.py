@@ -1,12 +1,17 @@
-"""verl's dataset as the prompts of the scheduler."""
-
-from __future__ import annotations
+"""verl's dataset as the prompts of the scheduler, and as the rows that agent loops get."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy
+from verl.utils import tensordict_utils
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt
+from sortedrl.integrations.verl.agent import TICKET
+from sortedrl.integrations.verl.visit import Ticket
 
 
 class PromptTokens(Sequence[int]):
@@ -42,3 +47,12 @@ class DatasetPrompts(Sequence[Prompt]):
             messages, add_generation_prompt=True, tokenize=False, **self._template_arguments
         )
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def rows_with_tickets(rows: list[Any], requests: Sequence[tuple[Request, Ticket]], group_size: int) -> Any:
+    """The requests' rows of the dataset, each with its ticket, as verl sends them to agent loop workers."""
+    fields = collate_fn(rows)
+    fields["uid"] = numpy.array([str(request.id // group_size) for request, _ in requests], dtype=object)
+    fields[TICKET] = numpy.empty(len(requests), dtype=object)
+    fields[TICKET][:] = [ticket for _, ticket in requests]
+    return tensordict_utils.get_tensordict(fields)

@@ -4,8 +4,6 @@ With overlap it generates between two pieces of work, so the servers are busy wh
 it composes a batch, publishes or saves, no other thread touches the scheduler.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

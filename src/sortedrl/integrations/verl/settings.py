@@ -3,11 +3,9 @@
 The keys are under `trainer.v1.sortedrl`, where verl has the settings of a trainer mode.
 """
 
-from __future__ import annotations
-
 import logging
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,17 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from sortedrl.core.configuration import ConfigurationError, checked_fraction, checked_int
-from sortedrl.core.group_filter import EQUAL_REWARDS
+from sortedrl.core.group_filter import EQUAL_REWARDS, Keeps, are_equal
+from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.integrations.verl.group_metric import FILTER, is_filtered, metric_of
+from sortedrl.core.user_values import as_reward
 from sortedrl.settings.slots import default_slots, too_many_slots
 
 PREFIX = "trainer.v1.sortedrl"
+FILTER = "algorithm.filter_groups"
+REWARD_NAMES = (None, "reward", "score", "seq_reward", "seq_final_reward")
 _log = logging.getLogger(__name__)
 SCHEDULE_KEYS = (
     "mode",
@@ -64,10 +65,6 @@ FIXED_WITH_OWN_GPUS: dict[str, tuple[Container[object], str, str]] = {
     "actor_rollout_ref.rollout.nnodes": (
         range(1, 2**31), "the servers have GPUs of their own (actor_rollout_ref.hybrid_engine=False)",
         "Set it to the number of nodes for the servers.",
-    ),
-    "actor_rollout_ref.rollout.n_gpus_per_node": (
-        range(1, 2**31), "the servers have GPUs of their own (actor_rollout_ref.hybrid_engine=False)",
-        "Set it to the number of GPUs for the servers on each of their nodes.",
     ),
 }  # fmt: skip
 FIXED_WITH_FILTER: dict[str, tuple[Container[object], str, str]] = {
@@ -195,11 +192,6 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "rollouts",
             "Set it to True, or use a reward function.",
         )  # fmt: skip
-    if str(config.algorithm.adv_estimator) == "remax":
-        raise ConfigurationError(
-            "algorithm.adv_estimator", "remax", "its greedy baseline needs a second rollout, which is unsupported",
-            "Use grpo, rloo, reinforce_plus_plus or gae.",
-        )  # fmt: skip
     _refuse_fixed_sizes(config)
 
 
@@ -296,3 +288,37 @@ def _has_comparable_logprobs(config: Any) -> bool:
 def _minibatches(config: Any, trained: Any) -> int:
     """Per update. `trained`: the settings of the actor or the critic."""
     return math.ceil(int(config.data.train_batch_size) / int(trained.ppo_mini_batch_size))
+
+
+# Dynamic sampling. The reward itself is the scheduler's filter `equal_rewards`. Any other metric comes from the reward
+# function's `reward_extra_info`: the agent loop worker reads it there, and it reaches the filter as `Rollout.detail`.
+
+
+def is_filtered(config: Any) -> bool:
+    return bool(OmegaConf.select(config, f"{FILTER}.enable"))
+
+
+def metric_of(config: Any) -> str | None:
+    """The metric, if groups are filtered by another one than the reward."""
+    metric = OmegaConf.select(config, f"{FILTER}.metric")
+    return None if not is_filtered(config) or metric in REWARD_NAMES else str(metric)
+
+
+def value_of(metric: str, extra_info: Mapping[str, Any]) -> float:
+    """Raises a ConfigurationError if the reward function did not return the metric."""
+    if metric not in extra_info:
+        found = ", ".join(map(str, extra_info)) or "nothing but the reward"
+        why = f"the reward function did not return it; it returned {found}"
+        raise ConfigurationError(f"{FILTER}.metric", metric, why, "Return it in the reward's dict, or set reward.")
+    return as_reward(extra_info[metric], f"the metric {metric!r}")
+
+
+def keeps_unequal(metric: str) -> Keeps:
+    """The filter by a metric. A rollout without it was scored before the filter was set: its group is kept."""
+
+    def keeps(rollouts: Sequence[Rollout]) -> bool:
+        values = [rollout.detail for rollout in rollouts]
+        return None in values or not are_equal(values)
+
+    keeps.__qualname__ = f"equal {metric}"  # the reason in the log
+    return keeps

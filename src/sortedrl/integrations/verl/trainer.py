@@ -4,15 +4,13 @@ One step of verl is one update:
 
     prepare_step      nothing: the scheduler submits
     sample            the next batch of `core.Controller`, as keys of the TransferQueue
-    on_sample_end     servers rest and give their memory to the training engine (`separate`: nothing)
+    on_sample_end     servers rest and give their memory to the training engine (on GPUs of their own: nothing)
     (verl)            old log-probabilities, reference, values, advantages, critic, actor
     on_step_end       version + 1; weights to the servers; they wake
 
 Scheduler and engine belong to the pump's thread, which generates during the rest of the step with `overlap`.
 verl's `global_steps` and the scheduler's version are the same number, always: both count weight publications.
 """
-
-from __future__ import annotations
 
 import json
 import logging
@@ -25,15 +23,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy
 import transfer_queue
 from omegaconf import open_dict
 from transfer_queue import KVBatchMeta
+from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils
-from verl.utils.dataset.rl_dataset import collate_fn
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
+from verl.workers.rollout.llm_server import LLMServerManager
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import CARRY_ON_SECONDS, Batch, Controller
@@ -42,14 +41,12 @@ from sortedrl.core.events import Event, EventLog, Filtered
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.wording import counted
-from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.group_metric import keeps_unequal
-from sortedrl.integrations.verl.prompts import DatasetPrompts
+from sortedrl.integrations.verl.prompts import DatasetPrompts, rows_with_tickets
 from sortedrl.integrations.verl.pump import Pump
-from sortedrl.integrations.verl.settings import Settings, settings_of, slots_of
+from sortedrl.integrations.verl.settings import Settings, keeps_unequal, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.integrations.verl.weight_check import MOST_OTHERS, Fresh, OtherRollouts, check_weights, fresh_responses
 from sortedrl.log.atomic_write import write_atomically
@@ -90,7 +87,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         super().__init__(config)
         self.exchange = open_exchange()
         self.metrics = Metrics()
-        self.controller: Controller | None = None
+        self._has_begun = False  # then there are an engine, a controller and their thread
         self._restored: dict[str, Any] | None = None
         self._fresh: list[Fresh] = []  # of the current batch
         self._other_rollouts = OtherRollouts(self._find_fresh, self._difference_of_copies)
@@ -122,6 +119,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         overlap = self.sortedrl.schedule.overlap
         self.pump = Pump(self._generate if overlap else None, on_error=self.recorder.flush)  # Ray may end this process
         self.replay_buffer.next_batch = partial(self.pump.call, self._next_batch, then_generate=True)
+        self._has_begun = True
 
     def prepare_step(self) -> dict[str, Any]:
         return {}
@@ -137,11 +135,11 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def on_validate_begin(self) -> None:
         """Servers have the requests that they have, but get no others than those of the validation."""
-        if self.controller is not None:
+        if self._has_begun:
             self.pump.call(partial(self.controller.mark_phase, "evaluation"), then_generate=False)
 
     def on_validate_end(self) -> None:
-        if self.controller is not None and self.sortedrl.schedule.overlap and not self._is_last_step:
+        if self._has_begun and self.sortedrl.schedule.overlap and not self._is_last_step:
             self.pump.call(partial(self.controller.mark_phase, "harvest"), then_generate=True)
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -151,7 +149,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         metrics["sortedrl/reward_mean"] = self._reward_mean  # with filtered groups, which verl's means lack
 
     def _snapshot(self) -> Snapshot:
-        assert self.controller is not None
         snapshot = self.metrics.snapshot()
         if self._is_last_step:
             self.controller.mark_phase("end")
@@ -173,7 +170,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         rewards = [rollout.reward or 0.0 for rollout in batch] + [reward for _, reward in batch.filtered_rewards]
         self._reward_mean = fmean(rewards)
         self.engine.trained(batch)
-        assert self.controller is not None
         self.engine.forget_all_but(self.controller.live)
         return KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
 
@@ -190,12 +186,10 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _generate(self) -> None:
         """With overlap, between two pieces of work for the pump."""
-        assert self.controller is not None
         self.controller.carry_on(until=self.engine.now() + CARRY_ON_SECONDS)
 
     def _extend_data(self) -> None:
         """Enough for the rest even if half of it is rejected: verl counts in steps, and ends the run by them."""
-        assert self.controller is not None
         updates = 1 + self.total_training_steps - self.global_steps
         prompts = 2 * self.sortedrl.schedule.prompts_for(updates) / self.controller.kept_fraction
         self._training_prompts.extend(math.ceil(prompts))
@@ -244,7 +238,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         time."""
 
         def copied() -> list[Fresh]:
-            assert self.controller is not None
             live, version = self.controller.live, self.controller.version
             finished = [(live[id], loop.keys) for id, loop in self.engine.loops.items() if id in live and loop.keys]
             fresh = fresh_responses(finished, version, most=max(MOST_OTHERS, self._ranks))
@@ -286,7 +279,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _publish_to_servers(self) -> None:
         """Once a step, for the rollouts and for a validation."""
-        assert self.controller is not None
         if self.controller.version < self.global_steps:  # else the checkpoint needed the new version
             self.controller.publish(self._sync)
         self.controller.update_engine()
@@ -308,7 +300,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
     def _publish_and_save(self) -> None:
         """The state has the version of the saved weights. With overlap, `publish` aborts what runs and updates the
         servers at once: the checkpoint is written in between, when no rollout is at a server."""
-        assert self.controller is not None
         if self.sortedrl.schedule.overlap:
             self.controller.publish(self._save_and_sync)
         else:
@@ -320,7 +311,6 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         self._sync(version)
 
     def _save(self) -> None:
-        assert self.controller is not None
         self.controller.mark_phase("checkpoint")
         self.engine.scores.wait_for_all(self.sortedrl.schedule.score_wait_seconds)
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
@@ -391,16 +381,38 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         return controller
 
     def _send(self, requests: Sequence[tuple[Request, Ticket]]) -> None:
-        """Rows of the dataset, each with its ticket, to the agent loop workers."""
-        fields = collate_fn([self.train_dataset[int(request.prompt.id)] for request, _ in requests])
-        group_size = self.sortedrl.schedule.rollouts_per_prompt
-        fields["uid"] = numpy.array([str(request.id // group_size) for request, _ in requests], dtype=object)
-        tickets = numpy.empty(len(requests), dtype=object)
-        tickets[:] = [ticket for _, ticket in requests]
-        fields[TICKET] = tickets
-        batch = tensordict_utils.get_tensordict(fields)
+        rows = [self.train_dataset[int(request.prompt.id)] for request, _ in requests]
+        batch = rows_with_tickets(rows, requests, self.sortedrl.schedule.rollouts_per_prompt)
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", self.global_steps)
         self.agent_loop_manager.generate_sequences(batch)
+
+
+class PPOTrainerSeparate(PPOTrainerSortedRL):
+    """With GPUs of their own for the servers, `rollout.nnodes` x `rollout.n_gpus_per_node` (`hybrid_engine=False`).
+
+    verl's own `separate_async` trainer is not the base: it forces the batch size by the mini-batch size, and in 0.9.1
+    it ends with an error at the default log level. One of verl's checkpoint engines (nccl and others) brings weights to
+    the servers. That aborts all requests and frees the KV cache, so resumed rollouts are prefilled again.
+    """
+
+    _enable_hybrid_replicas = False  # verl reads it: no servers on the training GPUs
+
+    def _setup(self) -> None:
+        """verl makes a manager without servers and one that syncs to none. Ours take their place."""
+        super()._setup()
+        self.llm_server_manager = LLMServerManager.create(config=self.config, start_rank=0)
+        self.checkpoint_manager = CheckpointEngineManager(
+            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+            actor_wg=self.actor_rollout_wg,
+            replicas=self.llm_server_manager.get_replicas(),
+        )
+
+    def _free_memory_for_training(self) -> None:
+        """Nothing: the servers keep theirs."""
+
+    def _get_n_gpus_for_throughput(self) -> int:
+        rollout = self.config.actor_rollout_ref.rollout
+        return int(self.resource_pool_manager.get_n_gpus()) + int(rollout.nnodes) * int(rollout.n_gpus_per_node)
 
 
 def _clear(keys: Collection[str]) -> None:

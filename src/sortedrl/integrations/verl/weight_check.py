@@ -10,8 +10,6 @@ With overlap, a batch of a slow learner may have no such token: it was complete 
 finished rollouts are checked (`OtherRollouts`), which the learner scores in addition.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -5,8 +5,6 @@ Every number on it comes from `RunMetrics` (metrics.py) or from the folds for th
 `as_json` returns the same metrics.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

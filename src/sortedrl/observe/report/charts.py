@@ -4,8 +4,6 @@ Colors are consistent across the page: each outcome, each part of slot-time and 
 Fonts, grid and background are set in page/charts.js, so that they follow light and dark mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean

@@ -23,7 +23,7 @@ from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.reading import IntactLog, read_intact
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.observe.run_state import is_update, metrics_lines, read_object
+from sortedrl.observe.run_state import is_update, metrics_lines, read_object, text_lines
 from sortedrl.observe.timeline import Slice, slices
 
 EVENTS = "events.jsonl"
@@ -140,7 +140,7 @@ def _read_run(path: Path, name: str) -> ReportedRun:
     outline, stays = Outline.of(log), slices(log)
     run_metrics = Metrics().fold(log).run_metrics()
     until = _slices_until(stays, [log[0].at + point.seconds for point in outline.points], log[-1].at)
-    texts = _lines(folder / "metrics.jsonl") if folder else []
+    texts = text_lines(folder / "metrics.jsonl") if folder else []
     lines = metrics_lines(texts)
     scores = {line["update"]: line["held_out"] for line in lines if not is_update(line)}
     configuration = read_object(folder / "config.json") if folder else None
@@ -239,10 +239,6 @@ def _slices_until(stays: Sequence[Slice], update_times: Sequence[float], ended: 
         return ended
     most = stays[MOST_SLICES].start
     return max((at for at in update_times if at <= most), default=most)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
 
 
 def _damage(read: IntactLog) -> Iterable[str]:

@@ -1,7 +1,5 @@
 """The sentences and tables of the report that depend on the runs. All other words are in page/report.html.j2."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The numbers of a comparison, from a study and its results: what compare.json, the page and the terminal show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise

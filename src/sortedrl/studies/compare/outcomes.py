@@ -4,8 +4,6 @@ Seconds are without the time of evaluations, which belongs to the study and not 
 on the threshold is computed from the learning curve, so it can be computed again for another threshold.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """A comparison in words and tables of a terminal, and as a page: the answer, the contrasts, the learning curves with
 bands, all outcomes, and failed runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -13,8 +13,6 @@ such runs out would favor the worse arm. Here they count in three ways, none of 
 - the sign test: in how many pairs was one arm first? A pair in which neither run is known to be first does not count.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A finished run has its learning curve and series per update; a failed one has it
 several lines: the last one counts. A line with a plan says what the study was to compare from there on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

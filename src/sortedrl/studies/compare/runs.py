@@ -11,8 +11,7 @@ checkpoint is resumed, any other is started from the beginning. This process sta
 their files only.
 """
 
-from __future__ import annotations
-
+import ctypes
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from sortedrl.log.atomic_write import write_atomically
 from sortedrl.observe.console import clock
 from sortedrl.studies.compare.study import Settings, Study
 
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_LIBC = ctypes.CDLL(None)  # loaded before a process is forked
 POLL_SECONDS = 0.2
 SAVE_SECONDS = 120.0  # that an interrupted run gets to save, before it is killed
 
@@ -94,18 +96,26 @@ def start(run: StudyRun, cores: Sequence[int]) -> subprocess.Popen[bytes]:
     if not run.folder.exists():
         write_atomically(run.config, toml_of({**run.settings, "out": str(run.folder)}))
         words = ["--config", str(run.config)]
-    pinned = ["sortedrl.studies.compare.pinned", str(os.getpid()), ",".join(map(str, cores))]
-    train = [sys.executable, "-m", "sortedrl", "train", *words, "--json"]
     threads = {"OMP_NUM_THREADS": str(run.settings["threads"] or len(cores))}
     with run.log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", *pinned, *train],
+            [sys.executable, "-m", "sortedrl", "train", *words, "--json"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | threads,
+            preexec_fn=partial(_pin, os.getpid(), cores),
         )
+
+
+def _pin(parent: int, cores: Sequence[int]) -> None:
+    """In the new process: it keeps to these cores, and gets SIGTERM when its parent ends, however that ends. A training
+    run then saves and ends, too, and leaves a folder that can be resumed. Both outlive `exec`."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+    os.sched_setaffinity(0, cores)
 
 
 def toml_of(settings: Mapping[str, Any]) -> str:

@@ -1,7 +1,5 @@
 """A study as its TOML file describes it. Any mistake in the file is refused before the first run starts."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json

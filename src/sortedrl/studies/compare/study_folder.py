@@ -1,25 +1,22 @@
 """A study in its folder: runs what is missing, then writes the page and compare.json."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.atomic_write import write_atomically
-from sortedrl.log.process_lock import RUN_LOCK
+from sortedrl.log.process_lock import RUN_LOCK, locked, refuse_if_in_use
 from sortedrl.observe.console import clock
 from sortedrl.observe.report.build import write_page
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.outcomes import IncompleteRun
 from sortedrl.studies.compare.page import page
-from sortedrl.studies.compare.results import Results, append, read_results, record_plan, result_line
+from sortedrl.studies.compare.results import Key, Line, Results, append, read_results, record_plan, result_line
 from sortedrl.studies.compare.runs import StudyRun, run_all, runs_of
 from sortedrl.studies.compare.study import Study, Validate, read_study, validate_runs
-from sortedrl.training.run_lock import locked, refuse_if_in_use
 
 STUDY, RESULTS, PAGE = "study.toml", "results.jsonl", "compare.html"
 LARGE = ("checkpoints", "model")  # of a finished run: the study needs neither
@@ -38,8 +35,8 @@ def run_study(study: Study, folder: Path, jobs: int, stream: TextIO, version: st
 
 
 def _run_what_is_missing(study: Study, folder: Path, jobs: int, version: str, log: Log) -> Comparison:
-    runs, results = runs_of(study, folder), folder / RESULTS
-    known = _results_so_far(study, folder, runs).finished
+    results = folder / RESULTS
+    runs, known = _runs_so_far(study, folder)
     for run in runs:
         refuse_if_in_use(run.folder)  # of an earlier call that was killed: it may still be saving
     write_atomically(folder / STUDY, study.text)
@@ -76,21 +73,22 @@ def _run_what_is_missing(study: Study, folder: Path, jobs: int, version: str, lo
 def check_runs(study: Study, folder: Path, check: Validate) -> None:
     """Check that runs in the folder have the settings of the study, and the arms that have runs to start; nothing is
     written."""
-    runs = runs_of(study, folder)
-    known = _results_so_far(study, folder, runs).finished
+    runs, known = _runs_so_far(study, folder)
     waiting = [run for run in runs if not run.is_finished and run.key not in known]
     validate_runs(study, check, arms=dict.fromkeys(run.arm for run in waiting), seeds=study.seeds[:1])
 
 
-def _results_so_far(study: Study, folder: Path, runs: Iterable[StudyRun]) -> Results:
-    """Refuses other settings than those of runs that were started; a study may add arms and seeds."""
+def _runs_so_far(study: Study, folder: Path) -> tuple[list[StudyRun], dict[Key, Line]]:
+    """All runs, and the results that are known. Refuses other settings than those of runs that were started; a study
+    may add arms and seeds."""
+    runs = runs_of(study, folder)
     fix = "Use another --out, or a new name for the arm."
     known = read_results(folder / RESULTS) if (folder / RESULTS).exists() else Results({}, ())
     _refuse_changed_results(study, known, fix)
     for run in runs:
         if (started := run.settings_when_started()) is not None:
             _refuse_changed(run.settings, started, f"{run.folder} was started with", fix)
-    return known
+    return runs, known.finished
 
 
 def _refuse_changed_results(study: Study, known: Results, fix: str) -> None:
