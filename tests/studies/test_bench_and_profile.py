@@ -67,6 +67,19 @@ def test_a_profile_finds_the_step_time_that_an_engine_has() -> None:
     assert found.fit_error() < 0.02
 
 
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_a_disturbed_measurement_of_a_profile_counts_as_one_of_more_work(factor: float) -> None:
+    """The largest sizes are the measure of the others, so they are taken as they are."""
+    engine = endless_engine(32)
+    cells = profile.measure(engine, profile.cells_for(32, 2048, math.inf), 1000, steps=40, repeats=1)
+    true = Profile("simulated", "", 32, tuple(cells), 0.0, None, None, None, "here")
+    disturbed = [replace(cell, step_seconds=cell.step_seconds * factor) for cell in cells[:-1:3]]
+    found = replace(true, cells=tuple({(cell.running, cell.context): cell for cell in [*cells, *disturbed]}.values()))
+    for running in (1, 4, 8, 16, 31):
+        assert found.step_time().at(running) == pytest.approx(true.step_time().at(running), rel=0.15)
+    assert true.disturbed() == [] and set(found.disturbed()) == set(disturbed)
+
+
 def test_the_costs_of_prefills_in_steps_that_decode_are_found() -> None:
     """From a profile of large prefills and of single returns: neither of them is counted twice."""
     few, per_step, per_token = 32, 0.006, 1.5e-5

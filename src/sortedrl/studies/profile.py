@@ -122,6 +122,9 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         draft_cells=tuple(draft_cells),
     )
     found.write(settings.out)
+    for cell in found.disturbed():
+        sizes = f"{cell.running} running, contexts of {cell.context}"
+        log(f"disturbed: {sizes} took longer than a larger measurement, whose step time is used instead")
     fitted = found.step_time()
     log(
         f"fit: {1e3 * fitted.at(1):.3f} ms with 1 running, {1e3 * fitted.at(engine.slots):.3f} ms with all, "

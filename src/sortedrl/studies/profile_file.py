@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from sortedrl.engines.step_time import Point, StepTime, fit_levels
 from sortedrl.log.atomic_write import write_atomically
 
+NOTICED = 1.05  # a step that took this many times as long as one of more work was disturbed
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -47,18 +48,15 @@ class Profile:
         fitted, least = self._fitted(self.draft_cells), self._fitted(self.cells).per_cached_token
         if fitted.per_cached_token >= least:
             return fitted
-        levels = sorted({cell.running for cell in self.draft_cells})
+        cells = undisturbed(self.draft_cells)
         steps = tuple(
-            (
-                running,
-                fmean(c.step_seconds - least * c.cached_tokens for c in self.draft_cells if c.running == running),
-            )
-            for running in levels
+            (running, fmean(c.step_seconds - least * c.cached_tokens for c in cells if c.running == running))
+            for running, _ in fitted.steps
         )
         return replace(fitted, steps=steps, per_cached_token=least)
 
     def _fitted(self, cells: Sequence[Cell]) -> StepTime:
-        points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in cells]
+        points = [Point(cell.running, cell.cached_tokens, cell.step_seconds) for cell in undisturbed(cells)]
         source = f"profile of {self.machine}"
         return fit_levels(points, per_prefill_token=self.prefill_seconds_per_token, source=source)
 
@@ -94,15 +92,36 @@ class Profile:
         return max(0.0, seconds_of_few - few * per_token), per_token
 
     def fit_error(self) -> float:
-        """The largest relative error of the fitted step time over the measured cells."""
+        """The largest relative error of the fitted step time over the undisturbed cells."""
         fitted = self.step_time()
         return max(
             abs((fitted.at(cell.running) + fitted.per_cached_token * cell.cached_tokens) / cell.step_seconds - 1)
-            for cell in self.cells
+            for cell in undisturbed(self.cells)
         )
+
+    def disturbed(self) -> list[Cell]:
+        """Those that count with a much shorter step than was measured."""
+        both = zip(
+            (*self.cells, *self.draft_cells), (*undisturbed(self.cells), *undisturbed(self.draft_cells)), strict=True
+        )
+        return [cell for cell, used in both if cell.step_seconds > NOTICED * used.step_seconds]
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def undisturbed(cells: Sequence[Cell]) -> list[Cell]:
+    """A step does not get faster with more requests and more cached tokens. A cell that took longer than such a larger
+    one was disturbed, perhaps by another process, and counts with the larger one's step."""
+
+    def least(cell: Cell) -> float:
+        return min(
+            other.step_seconds
+            for other in cells
+            if other.running >= cell.running and other.cached_tokens >= cell.cached_tokens
+        )
+
+    return [replace(cell, step_seconds=least(cell)) for cell in cells]
 
 
 def heaviest(cells: Sequence[Cell]) -> list[Cell]:
