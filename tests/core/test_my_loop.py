@@ -167,6 +167,23 @@ def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_
     made["recorder"].close()
 
 
+def test_weights_published_before_a_restore_do_not_count(in_folder: Path) -> None:
+    set_up = blocks()[0].replace("Schedule(", "Schedule(max_staleness=4, ")
+    first = names_of_a_user(CountingLearner())
+    exec(set_up, first)
+    next(iter(first["controller"]))
+    assert first["controller"].publish(1) == 1
+    first["recorder"].close()
+    second = names_of_a_user(CountingLearner())
+    exec(set_up.replace('"my_run"', '"resumed"'), second)
+    controller = second["controller"]
+    controller.publish(0)
+    controller.restore(first["controller"].state())
+    assert not controller.update_engine(), "the engine holds the weights of the checkpoint"
+    assert controller.publish(2) == 2
+    second["recorder"].close()
+
+
 def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> None:
     made = names_of_a_user(CountingLearner())
     set_up, _, _ = blocks()

@@ -352,6 +352,7 @@ class Controller:
         check_state(state, self.strategy.name, self.schedule.rollouts_per_prompt)
         self._clock.continue_from(last_time)
         self._has_started = True
+        self._weights = self._unpublished = None
         restore(state, self._generation)
         for rollout in self.buffer.unscored.values():
             self.scorer.submit(rollout)
