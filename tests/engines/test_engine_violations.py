@@ -20,6 +20,7 @@ from sortedrl.core import Controller, EventLog, Prompt, Prompts, Schedule, Score
 from sortedrl.core.engine import (
     Change,
     Engine,
+    EngineDied,
     Request,
     RequestFailed,
     RequestFinished,
@@ -145,10 +146,10 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def trained_by(
-    engine: Engine, rollouts: int, per_update: int, mode: str = "partial", **changes: Any
+    engine: Engine, rollouts: int, per_update: int, mode: str = "partial", log: list[Any] | None = None, **changes: Any
 ) -> tuple[list[Rollout], list[Any], Controller]:
     """All rollouts that a run trains on, its events, and its controller."""
-    log: list[Any] = []
+    log = [] if log is None else log
     sizes = {"rollouts_per_update": per_update, "prompts_per_cohort": rollouts, "max_response_tokens": MOST}
     prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(rollouts)])
     schedule = Schedule(**{"mode": mode} | sizes | changes)
@@ -187,6 +188,23 @@ def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode
     failed = failures_in(log)
     assert len(failed) == (0 if reason is None else 2) and all(reason in text for text in failed if reason)
     assert controller.ignored_changes == (2 if reason is None else 0)
+
+
+class DiesOfAborts(Unruly):
+    """With the first broken change, it is asked to abort, and dies."""
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        self.die()
+        return super().abort(ids)
+
+
+def test_what_came_before_the_death_of_an_engine_that_broke_its_protocol_stays_valid() -> None:
+    engine = DiesOfAborts(after(RequestFinished, lambda c: tokens(c._replace(id=c.id + 1), [NAN])), times=1)
+    engine._length_of = lambda request: 2 + request.id
+    log: list[Any] = []
+    with pytest.raises(EngineDied):
+        trained_by(engine, 3, per_update=3, log=log)
+    assert [type(event) for event in log].count(events.Finished) == 1
 
 
 class KeepsItsVersion(PacedEngine):

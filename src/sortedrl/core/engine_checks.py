@@ -20,7 +20,7 @@ from sortedrl.core.engine import (
     RequestStarted,
     Tokens,
 )
-from sortedrl.core.engine_protocol import RequestBroken
+from sortedrl.core.engine_protocol import EngineDied, RequestBroken
 from sortedrl.core.errors import UserError
 from sortedrl.core.rollout import Segment
 from sortedrl.core.wording import kind_of
@@ -113,7 +113,10 @@ class CheckedEngine(ForwardingEngine):
                     if checked is not None:
                         passed.append(checked)
         if broken:
-            later = checked_changes(self.inner, "abort", self.inner.abort(list(broken)))
+            try:
+                later = checked_changes(self.inner, "abort", self.inner.abort(list(broken)))
+            except EngineDied:  # it raises this at the next call, too: what came before is not lost
+                later = []
             passed += self._checked(change for change in later if change.id not in broken)
             for id, fault in broken.items():
                 self._leave(id)

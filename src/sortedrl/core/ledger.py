@@ -149,15 +149,19 @@ class Ledger:
     def abort(self, rollout: Rollout, at: float) -> None:
         """The engine stopped it: it waits again, with its tokens if the mode keeps them."""
         made, length = self.clock.leave(rollout), rollout.length
-        dropped = self._put_back(rollout, keep=self.strategy.keeps_tokens)
+        dropped = self.state.buffer.put_back(rollout, keep=self.strategy.keeps_tokens, key=self.key)
         self.log.append(events.Aborted(at, rollout.id, made, length, dropped))
+        if dropped:
+            self.release(rollout.id)
 
     def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool) -> None:
         """The engine lost it: it waits again, or is rejected after `max_retries`. `keep`: its tokens are valid."""
         made = self.clock.leave(rollout)
         can_resume = keep and self.strategy.keeps_tokens and self.state.schedule.room_for(rollout) > 0
-        dropped = self._put_back(rollout, keep=can_resume)
+        dropped = self.state.buffer.put_back(rollout, keep=can_resume, key=self.key)
         self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
+        if dropped:
+            self.release(rollout.id)
         self.may_try_again(rollout, reason)
 
     def may_try_again(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
@@ -192,13 +196,9 @@ class Ledger:
 
     def regenerate(self, rollout: Rollout, reason: str) -> None:
         """Drop the tokens of a rollout that is not in the engine; it waits again."""
-        self.note(events.Regenerated, rollout.id, self._put_back(rollout, keep=False), reason)
-
-    def _put_back(self, rollout: Rollout, *, keep: bool) -> int:
-        """It waits again; returns how many tokens were dropped."""
-        if not keep:
-            self.release(rollout.id)
-        return self.state.buffer.put_back(rollout, keep=keep, key=self.key)
+        dropped = self.state.buffer.put_back(rollout, keep=False, key=self.key)
+        self.note(events.Regenerated, rollout.id, dropped, reason)
+        self.release(rollout.id)
 
     def reject(self, rollout: Rollout, reason: str) -> None:
         """For good."""

@@ -120,7 +120,7 @@ def update_batch(rollouts: Sequence[Rollout], version: int) -> UpdateBatch:
 
 
 def _check(rollout: Rollout) -> None:
-    """Of what is in no report of an engine: those are checked when they come (core/engine_reports.py)."""
+    """Of what is in no report of an engine: those are checked when they come (core/engine_checks.py)."""
     name = f"rollout {rollout.id} of prompt {rollout.prompt.id!r}"
     if rollout.reward is None or not math.isfinite(rollout.reward):
         raise ValueError(f"{name} has reward {rollout.reward}: score it with a finite number before training")
