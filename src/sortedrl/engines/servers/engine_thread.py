@@ -11,11 +11,6 @@ from typing import Any
 
 from sortedrl.core.engine import Change, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
 
-try:
-    from uvloop import new_event_loop  # less CPU time per message (benchmarks/pool_client.py)
-except ImportError:  # as on Windows
-    from asyncio import new_event_loop  # type: ignore[assignment]
-
 _log = logging.getLogger(__name__)
 
 
@@ -89,7 +84,7 @@ class _LoopThread:
     _starting_or_ending = threading.Lock()
 
     def __init__(self) -> None:
-        self.loop: asyncio.AbstractEventLoop = new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._note_unhandled)
         self.users: list[BackgroundTasks] = []
         self._thread = threading.Thread(target=self._run, name="engines on servers", daemon=True)
