@@ -73,6 +73,22 @@ def test_on_policy_drops_rollouts_in_their_environments_and_cancels_them() -> No
     assert [(rollout.attempt, set(rollout.versions)) for rollout in next(batches)] == [(1, {1})] * 2
 
 
+def test_an_environment_is_canceled_after_the_log_says_why() -> None:
+    run = turning("on-policy", [2, 2, 9, 9, 2, 30], slots=6, turns=(1, 1, 2, 3, 1, 3), seconds=10.0, rollouts_per_update=2)
+    environments: Any = run.environments
+    cancel, reasons = environments.cancel, set()
+
+    def noted(rollout_id: int) -> None:
+        last: Any = run.events[-1]
+        assert last.rollout == rollout_id
+        reasons.add(type(last))
+        cancel(rollout_id)
+
+    run.controller._ledger.release = noted
+    run.to_end()
+    assert reasons == {events.Scored, events.Aborted, events.Regenerated}
+
+
 def test_planned_on_policy_waits_for_environments() -> None:
     run = turning("on-policy+planned", [2, 2, 2, 2], slots=2, rollouts_per_update=2).to_end()
     assert run.sizes == [2, 2] and not run.all(events.Regenerated)

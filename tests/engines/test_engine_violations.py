@@ -187,7 +187,7 @@ def test_a_report_that_cannot_be_right_costs_its_rollout_at_most(name: str, mode
         assert rollout.logprobs == [-position - 1 for position in rollout.tokens]
     failed = failures_in(log)
     assert len(failed) == (0 if reason is None else 2) and all(reason in text for text in failed if reason)
-    assert controller.ignored_changes == (2 if reason is None else 0)
+    assert controller._generation.engine.ignored == (2 if reason is None else 0)
 
 
 class DiesOfAborts(Unruly):

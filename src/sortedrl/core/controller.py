@@ -125,11 +125,6 @@ class Controller:
         return self.buffer.live
 
     @property
-    def ignored_changes(self) -> int:
-        """How often the engine reported something about a request that was not running."""
-        return self._generation.engine.ignored
-
-    @property
     def kept_fraction(self) -> float:
         """Of the rollouts that `filter_groups` judged last, at least 0.05; 1 without a filter."""
         return self._state.kept_fraction
