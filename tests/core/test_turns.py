@@ -74,7 +74,8 @@ def test_on_policy_drops_rollouts_in_their_environments_and_cancels_them() -> No
 
 
 def test_an_environment_is_canceled_after_the_log_says_why() -> None:
-    run = turning("on-policy", [2, 2, 9, 9, 2, 30], slots=6, turns=(1, 1, 2, 3, 1, 3), seconds=10.0, rollouts_per_update=2)
+    sizes = {"slots": 6, "rollouts_per_update": 2}
+    run = turning("on-policy", [2, 2, 9, 9, 2, 30], turns=(1, 1, 2, 3, 1, 3), seconds=10.0, **sizes)
     environments: Any = run.environments
     cancel, reasons = environments.cancel, set()
 
