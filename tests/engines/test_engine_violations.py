@@ -34,7 +34,7 @@ from sortedrl.engines.generate import generate
 from sortedrl.engines.lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.messages import retry_after
-from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
+from sortedrl.engines.servers.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response
 NAN = float("nan")

@@ -36,7 +36,7 @@ from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Sch
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers import base as server_base
-from sortedrl.engines.servers import server_state
+from sortedrl.engines.servers import outage
 from sortedrl.engines.servers import streams as server_streams
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.sglang import SglangEngine
@@ -61,7 +61,7 @@ def server_loop() -> Iterator[ServerLoop]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_state, "FIRST_PAUSE_SECONDS", 0.03)
+    monkeypatch.setattr(outage, "FIRST_PAUSE_SECONDS", 0.03)
     monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.1)
     monkeypatch.setattr(server_streams, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(server_streams, "STOP_SECONDS", 0.3)
@@ -573,7 +573,7 @@ def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
     dialect: str, servers_of: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every other one of 300 to 599 in turn, before the server works."""
-    monkeypatch.setattr(server_state, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE_SECONDS", 0.01)
     codes = iter([code for code in range(300, 600) if code not in (304, *THE_REQUESTS_OWN)])
 
     async def act(*_: Any) -> web.Response | None:
