@@ -158,13 +158,6 @@ class BackgroundTasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(f"the engine's own task failed: {error!r}")
 
-    def current(self) -> asyncio.Task[Any] | None:
-        """The task that calls this; None in another thread."""
-        try:
-            return asyncio.current_task() if asyncio.get_running_loop() is self.loop else None
-        except RuntimeError:
-            return None
-
     def note_unhandled(self, context: dict[str, Any]) -> None:
         if "handle" in context and "exception" in context:  # a callback of ours, or one that our streams rely on
             self._failed(f"the engine's own task failed: {context['exception']!r}")

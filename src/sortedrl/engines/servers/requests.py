@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from sortedrl.core.engine import Request
-from sortedrl.engines.shared import StopStrings
+from sortedrl.engines.shared import StopWatch
 
 FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 
@@ -24,8 +24,7 @@ class Sent:
     name: str
     room: int  # tokens that it may still generate
     sent_at: float
-    stop_strings: StopStrings | None
-    turn: list[int]  # the part of its prefix that belongs to the current turn
+    stop_watch: StopWatch | None
     eos: frozenset[int]  # the tokens that end it
     heard_at: float  # when its last token arrived, or when it was sent
     paced_at: float  # when the last of each `FEWEST_TOKENS` tokens arrived, or when it was sent
@@ -77,12 +76,12 @@ class Sent:
         if not self.eos.isdisjoint(tokens):
             count = next(place for place, token in enumerate(tokens, start=1) if token in self.eos)
             tokens, end = tokens[:count], "stop"
-        if self.stop_strings is None:
+        if self.stop_watch is None:
             self.tokens += tokens
             return tokens, end
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            if self.stop_strings.completed_by_last(self.turn, self.tokens):
+            if self.stop_watch(self.tokens):
                 return tokens[:count], "stop"
         return tokens, end
 

@@ -165,8 +165,7 @@ class ServerStreams(ABC):
         request, now = waiting.request, self.now()
         watch = self._stop_watches.of(request)
         eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
-        turn = request.turn_tokens
-        return Sent(waiting, name, self.room_for(request), now, watch, turn, eos, heard_at=now, paced_at=now)
+        return Sent(waiting, name, self.room_for(request), now, watch, eos, heard_at=now, paced_at=now)
 
     async def _stream(self, sent: Sent) -> None:
         """Handle one response from its first to its last delta, and report every outcome."""
@@ -428,7 +427,5 @@ class ServerStreams(ABC):
             if sent.trusted:
                 self._finish_if_whole(sent)
         self._outbox.die(self._clean(reason))
-        here = self._background.current()
         for sent in sent_now:
-            if sent.task is not None and sent.task is not here:
-                self._loop.call_soon_threadsafe(sent.task.cancel)
+            self._loop.call_soon_threadsafe(sent.cancel)
