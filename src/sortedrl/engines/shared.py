@@ -158,7 +158,7 @@ class LocalEngine(EngineBase):
         self._unreported.append(RequestFailed(request.id, self.now(), reason))
 
     def _report(self, until: float | None = None, *, is_idle: bool = False) -> list[Change]:
-        """The changes since the last report. With nothing to do it waits for them `until` then."""
+        """The changes since the last report. If there are none, an idle engine sleeps until then."""
         if is_idle and until is not None and not self._unreported:
             time.sleep(max(0.0, until - self.now()))
         changes, self._unreported = self._unreported, []

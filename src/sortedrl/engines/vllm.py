@@ -158,8 +158,7 @@ class VllmEngine(LocalEngine):
     def abort(self, ids: Sequence[int]) -> list[Change]:
         leaving = [self._inside[self._name_of[id]] for id in ids if id in self._name_of]
         for inside in leaving:
-            self._deliver(inside)
-            self._tell_drafter(inside, "aborted")
+            self._hand_out(inside, "aborted")
         self._remove(leaving)
         return self._report()
 
@@ -171,7 +170,8 @@ class VllmEngine(LocalEngine):
         self._drain()
         self._wake(weights_only=weights is not None)
         if weights is not None:
-            named = self._with_output_layer(weights)
+            is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
+            named = with_output_layer(weights, is_tied=is_tied)
             try:
                 self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             except Exception as error:
@@ -303,15 +303,15 @@ class VllmEngine(LocalEngine):
     def _end(self, output: Any) -> None:
         inside = self._inside[output.request_id]
         reason = "stop" if inside.ends_with_stop_string() else str(output.finish_reason)
-        self._deliver(inside)
-        self._tell_drafter(inside, "finished")
+        self._hand_out(inside, "finished")
         self._remove([inside], abort=output.finish_reason is None)
         if reason in ("stop", "length"):
             self._unreported.append(RequestFinished(inside.request.id, self.now(), truncated=reason == "length"))
         else:
             self._fail(inside.request, f"vLLM ended it: {reason}")
 
-    def _tell_drafter(self, inside: _Inside, source: str) -> None:
+    def _hand_out(self, inside: _Inside, source: str) -> None:
+        self._deliver(inside)
         if self._own_drafter is not None:
             self._own_drafter.learn(inside.request.prompt.tokens, [*inside.prefix, *inside.tokens], source)
 
@@ -347,10 +347,6 @@ class VllmEngine(LocalEngine):
             self.inside_seconds += self.now() - began
 
     # Weights and memory
-
-    def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
-        return with_output_layer(weights, is_tied=is_tied)
 
     def _sleep(self, *, keep_weights: bool) -> None:
         if not self._can_sleep or self._asleep:

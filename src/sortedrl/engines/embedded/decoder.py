@@ -149,7 +149,8 @@ class SlotDecoder:
     def _rows_computed(self, used: int) -> int:
         if self._graphs is None:
             return _rounded_up(max(used, MIN_ROWS), _ROWS_PER_BLOCK)
-        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes keep the number of graphs low
+        power_of_two = 1 << (max(used, MIN_ROWS) - 1).bit_length()  # few shapes keep the number of graphs low
+        return min(power_of_two, self.rows)
 
     def _step(self, rows: int, spans: Mapping[range, int], cut: bool) -> Tensor:
         positions = self._positions[:rows]
@@ -256,10 +257,6 @@ class _StepGraphs:
 def _graph_quantum(longest: int) -> int:
     """Rounded up to one of four spans per octave, since each span needs its own graph."""
     return max(2 * _SPAN_QUANTUM, 1 << (longest.bit_length() - 3))
-
-
-def _power_of_two_at_least(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _rounded_up(number: int, quantum: int) -> int:
