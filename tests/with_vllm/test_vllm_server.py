@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_vllm_engine import DTYPE, TOLERANCE
 
+from ledgers import completed
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests, endless
 from server_process import ServerProcess, serving
 from sortedrl.cli import main
@@ -119,10 +120,7 @@ class TestServer(ServerTests):
 
     def test_seeds_repeat_a_response_and_a_resume_does_not_replay_its_noise(self, server: ServerProcess) -> None:
         def run(*requests: Request) -> Ledger:
-            ledger = Ledger(self.engine_at(server, slots=1, seeded=True))
-            ledger.submit(requests)
-            ledger.run()
-            return ledger
+            return completed(self.engine_at(server, slots=1, seeded=True), requests)
 
         request = endless(0, 40)
         first, second = run(request), run(request)
@@ -177,6 +175,15 @@ class TestServer(ServerTests):
         assert preempted_midway
 
 
+def metrics_of(run: Path, updates: int) -> dict[str, Any]:
+    """Of a whole run in which engine and learner had the same weights at each of so many updates."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    checked = [line for line in lines if "weight_difference" in line]
+    assert len(checked) == updates
+    assert all(line["weight_difference"] < 1e-2 and 0 <= line.get("mismatch_kl", 0.0) < 1e-3 for line in checked)
+    return dict(json.loads((run / "summary.json").read_text())["metrics"])
+
+
 OVERLAP = ["--overlap", "--max-staleness", "4"]
 
 
@@ -207,11 +214,7 @@ def test_training_with_a_server(
         assert "requires an API key" in capsys.readouterr().err
         monkeypatch.setenv(VARIABLE, "sk-a-b")
         assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "weight_difference" in line]
-    assert len(updates) == 4
-    assert all(update["weight_difference"] < 1e-2 and 0 <= update.get("mismatch_kl", 0.0) < 1e-3 for update in updates)
-    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    run_metrics = metrics_of(tmp_path / "run", updates=4)
     assert ("learner" in run_metrics["idle_parts"]) != ("--overlap" in flags)
     if flags != [*OVERLAP, "--stream"]:  # a slow learner leaves nothing to stream: the next update is complete by then
         assert (run_metrics["streamed_fraction"] > 0) == ("--stream" in flags)
@@ -227,11 +230,7 @@ def test_rollouts_of_several_turns_with_a_server(tmp_path: Path, flags: list[str
         at = ["--engine", "vllm-server", "--engine-urls", server.url, "--task-options", "count", "400"]
         words = ["train", *at, *small, "--scoring", "background", *flags, "--out", str(tmp_path / "run")]
         assert main(words) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "weight_difference" in line]
-    assert len(updates) == 3
-    assert all(update["weight_difference"] < 1e-2 and 0 <= update.get("mismatch_kl", 0.0) < 1e-3 for update in updates)
-    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    run_metrics = metrics_of(tmp_path / "run", updates=3)
     assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1 and run_metrics["environment_tokens"] > 0
 
 
