@@ -210,6 +210,13 @@ def test_attention_of_the_gpu_path_is_that_of_the_cpu_path(queries: int) -> None
     assert torch.allclose(ours, fused, atol=1e-5)
 
 
+def test_graphs_have_few_spans_and_one_for_every_context() -> None:
+    lengths = range(1, 5000)
+    spans = [embedded_decoder._rounded_up(n, embedded_decoder._graph_quantum(n)) for n in lengths]
+    assert all(n <= span < n + max(64, n / 4 + 1) for n, span in zip(lengths, spans, strict=True))
+    assert len(set(spans)) < 30
+
+
 @given(
     st.dictionaries(st.integers(0, 99), st.tuples(st.integers(1, 300), st.booleans()), max_size=32),
     st.integers(1, 8),

@@ -256,7 +256,7 @@ class _StepGraphs:
 
 def _graph_quantum(longest: int) -> int:
     """Rounded up to one of four spans per octave, since each span needs its own graph."""
-    return max(2 * _SPAN_QUANTUM, 1 << (longest.bit_length() - 3))
+    return max(2 * _SPAN_QUANTUM, (1 << longest.bit_length()) >> 3)
 
 
 def _rounded_up(number: int, quantum: int) -> int:
