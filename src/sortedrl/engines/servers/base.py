@@ -248,7 +248,7 @@ class HttpEngine(ServerStreams, EngineBase):
         self._background.spawn(self._watch())
 
     async def _shut(self) -> None:
-        tasks = [*self._background.running, *(sent.task for sent in self._sent.values() if sent.task is not None)]
+        tasks = list(self._background.running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

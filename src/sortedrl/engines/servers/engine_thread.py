@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
 
@@ -17,6 +17,7 @@ except ImportError:  # as on Windows
     from asyncio import new_event_loop  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Outbox:
@@ -148,12 +149,13 @@ class BackgroundTasks:
         self.has_ended = True
         self._failed(reason)
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self.loop.create_task(work)
         self.running.add(task)
-        task.add_done_callback(self.note_end_of)
+        task.add_done_callback(self._note_end_of)
+        return task
 
-    def note_end_of(self, task: asyncio.Task[Any]) -> None:
+    def _note_end_of(self, task: asyncio.Task[Any]) -> None:
         self.running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(f"the engine's own task failed: {error!r}")

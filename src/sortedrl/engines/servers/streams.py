@@ -156,8 +156,7 @@ class ServerStreams(ABC):
             if not self._server_is_full:
                 sent.in_slot = True
                 self._outbox.add(RequestStarted(sent.request.id, sent.sent_at))
-            sent.task = self._loop.create_task(self._stream(sent))
-            sent.task.add_done_callback(self._background.note_end_of)
+            sent.task = self._background.spawn(self._stream(sent))
             self._begin_to_confirm()  # before its first token arrives
 
     def _about_to_send(self, waiting: Waiting) -> Sent:
