@@ -25,6 +25,7 @@ from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, UnsupportedModel
 from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 from sortedrl.engines.registry import make_engine
+from sortedrl.engines.shared import StopWatches
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 from turns_on_engines import largest_gap_of_turns
 
@@ -347,29 +348,21 @@ def test_a_stop_string_that_is_completed_at_the_limit_is_no_truncation() -> None
     assert ledger.tokens(0) == free.tokens(0) and (free.finished, ledger.finished) == ({0: True}, {0: False})
 
 
-def test_a_stop_string_may_begin_in_kept_tokens() -> None:
-    model, tokenizer = model_of("Llama"), letters_tokenizer()
-    asked = request(0, [1, 2, 3], 40, seed=3)
-    free = completed(engine_of(model), [asked]).tokens(0)
-    string = tokenizer.decode(free[9:11])
-    kept = Segment(free[:10], [-1.0] * 10, 0)
-    engine = engine_of(model, tokenizer=tokenizer)
-    begun = Request(0, asked.prompt, (kept,), 30, asked.seed, Sampling(stop_strings=(string,)))
-    assert completed(engine, [begun]).tokens(0) == free[10:11]
-
-
-@pytest.mark.parametrize(("turn", "observation"), [("ab", "qIJ"), ("abIJ", "q")])
-def test_a_stop_string_in_an_earlier_turn_does_not_end_this_one(turn: str, observation: str) -> None:
-    """Neither one that the environment wrote, nor one that ended the turn before it."""
-    model, tokenizer = model_of("Llama"), letters_tokenizer()
-    before, observed = (tokenizer.convert_tokens_to_ids(list(text)) for text in (turn, observation))
-    prefix = (Segment(before, [-1.0] * len(before), 0), Segment(observed, [0.0] * len(observed), ENVIRONMENT))
-    asked = Request(0, Prompt("0", [1, 2, 3]), prefix, 6, seed=3)
-    free = completed(engine_of(model), [asked]).tokens(0)
-    assert len(free) == 6 and "IJ" not in tokenizer.decode(free)
-    strings = ("IJ", "\u00e9" * 8)  # after the second, which is long and not ASCII, every token is looked at
-    engine = engine_of(model, tokenizer=tokenizer)
-    assert completed(engine, [asked._replace(sampling=Sampling(stop_strings=strings))]).tokens(0) == free
+@pytest.mark.parametrize("strings", [("IJ",), ("IJ", "\u00e9" * 8)])  # with the second every token is looked at
+@pytest.mark.parametrize(
+    ("turn", "observation", "made", "ends"),
+    [("", "", "xIJ", True), ("abI", "", "J", True), ("ab", "qI", "J", False), ("abIJ", "q", "x", False)],
+)
+def test_a_stop_string_may_begin_in_kept_tokens_of_the_same_turn_only(
+    turn: str, observation: str, made: str, ends: bool, strings: tuple[str, ...]
+) -> None:
+    """For all engines: not in what the environment wrote, and not in the turn before."""
+    tokenizer = letters_tokenizer()
+    before, observed, new = (tokenizer.convert_tokens_to_ids(list(text)) for text in (turn, observation, made))
+    parts = (Segment(before, [-1.0] * len(before), 0), Segment(observed, [0.0] * len(observed), ENVIRONMENT))
+    asked = Request(0, Prompt("0", [1]), tuple(filter(len, parts)), 6, 0, Sampling(stop_strings=strings))
+    watch = StopWatches(tokenizer).of(asked)
+    assert watch is not None and watch(new) == ends
 
 
 def test_a_context_may_fill_a_table_of_positions() -> None:
