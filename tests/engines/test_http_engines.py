@@ -104,21 +104,18 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
 
 def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:
     server, learner = stand_in(), llama(seed=5)
-    ledger = Ledger(engine_at(server))
-    ledger.engine.update_weights(iter(learner.state_dict().items()), 3)
+    engine = engine_at(server)
+    engine.update_weights(iter(learner.state_dict().items()), 3)
     assert server.calls == ["pause", "update 3", "continue"]
-    ledger.submit([endless(0, 12, temperature=0.7)])
-    ledger.run()
+    ledger = completed(engine, [endless(0, 12, temperature=0.7)])
     expected = logprobs_of(learner, 0.7)(ledger.submitted[0].prompt.tokens, ledger.tokens(0))
     assert ledger.logprobs(0) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_resumed_request_draws_from_a_seed_of_its_own() -> None:
     server = stand_in()
-    ledger = Ledger(engine_at(server, seeded=True))
     first = endless(0, 5)
-    ledger.submit([first])
-    ledger.run()
+    ledger = completed(engine_at(server, seeded=True), [first])
     ledger.submit([Request(1, first.prompt, tuple(ledger.segments[0]), 5, first.seed, first.sampling)])
     ledger.run()
     seeds = [body["sampling_params"]["sampling_seed"] for body in server.bodies]
@@ -296,11 +293,8 @@ def test_a_request_that_is_aborted_before_its_stream_starts_frees_its_slot() -> 
         await engine._abort({0})
 
     asyncio.run_coroutine_threadsafe(send_and_abort(), engine._loop).result()
-    ledger = Ledger(engine)
     engine.poll(engine.now())
-    ledger.submit([endless(1, 4)])
-    ledger.run()
-    assert list(ledger.finished) == [1]
+    assert list(completed(engine, [endless(1, 4)]).finished) == [1]
 
 
 def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path) -> None:

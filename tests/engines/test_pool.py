@@ -330,13 +330,11 @@ SLEEPS = pytest.mark.parametrize("sleep", ["sleep", "sleep_until_update"])
 @SLEEPS
 def test_all_members_sleep_until_they_are_used_again(sleep: str) -> None:
     members: list[Engine] = [Sleeper(slots=1), Sleeper(slots=2), PacedEngine(slots=1)]  # the last one has no sleep
-    ledger = Ledger(pool_of(members))
-    getattr(ledger.engine, sleep)()
+    pool = pool_of(members)
+    getattr(pool, sleep)()
     assert [member.slept for member in members if isinstance(member, Sleeper)] == [[sleep], [sleep]]
-    ledger.engine.update_weights(None, 1)
-    ledger.submit(requests(3, 3, 3, 3))
-    ledger.run()
-    assert len(ledger.finished) == 4
+    pool.update_weights(None, 1)
+    assert len(completed(pool, requests(3, 3, 3, 3)).finished) == 4
 
 
 @SLEEPS
@@ -358,18 +356,17 @@ def test_a_lost_member_is_not_sent_to_sleep_and_one_that_dies_then_is_lost(sleep
 
 def test_a_member_that_cannot_load_is_lost() -> None:
     members = [PacedEngine(slots=2, cannot_load=1), PacedEngine(slots=2)]
-    ledger = Ledger(pool_of(members))
-    ledger.engine.update_weights(None, 1)
-    ledger.submit(requests(4, 4, 4, 4))
-    ledger.run()
+    pool = pool_of(members)
+    pool.update_weights(None, 1)
+    ledger = completed(pool, requests(4, 4, 4, 4))
     assert len(members[0].submitted) == 0 and len(ledger.finished) == 4
     assert {segment.version for segments in ledger.segments.values() for segment in segments} == {1}
 
 
 def test_one_that_comes_back_works_from_the_next_load_on() -> None:
     members = paced(2, 2)
-    ledger = Ledger(pool_of(members))
-    pool: Pool = ledger.engine  # type: ignore[assignment]
+    pool = pool_of(members)
+    ledger = Ledger(pool)
     pool.update_weights("weights 1", 1)
     ledger.submit(requests(*[30] * 4))
     members[0].die()
@@ -388,12 +385,13 @@ def test_one_that_comes_back_works_from_the_next_load_on() -> None:
 
 def test_before_any_load_one_that_comes_back_works_at_once() -> None:
     members = paced(1, 1)
-    ledger = Ledger(pool_of(members))
+    pool = pool_of(members)
+    ledger = Ledger(pool)
     ledger.submit(requests(100, 100, 100))
     members[0].die()
-    wait_until(lambda: bool(ledger.engine.lost))  # type: ignore[attr-defined]
+    wait_until(lambda: bool(pool.lost))
     back = PacedEngine(slots=1)
-    ledger.engine.rejoin(back)  # type: ignore[attr-defined]
+    pool.rejoin(back)
     ledger.run()
     assert back.submitted and len(ledger.finished) == 3
 

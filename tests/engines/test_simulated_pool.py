@@ -34,13 +34,8 @@ class TestSimulatedPool(PoolContract):
     step_time = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefill_token=1e-5)
 
     def make_engine(self, slots: int) -> Engine:
-        sizes = even_split(slots, min(slots, 3))
-        return SimulatedPool(
-            [
-                self.kind(slots=n, step_time=self.step_time, length_of=lambda request: 20 + request.seed % 13)
-                for n in sizes
-            ]
-        )
+        options: dict[str, Any] = {"step_time": self.step_time, "length_of": lambda request: 20 + request.seed % 13}
+        return SimulatedPool([self.kind(slots=n, **options) for n in even_split(slots, min(slots, 3))])
 
 
 class TestSimulatedPoolWithChunkedPrefill(TestSimulatedPool):

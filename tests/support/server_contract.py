@@ -101,10 +101,9 @@ class ServerTests(OnServer):
         engine.close()
 
     def test_a_new_version_may_come_without_new_weights(self, server: ServerProcess) -> None:
-        ledger = Ledger(self.engine_at(server))
-        ledger.engine.update_weights(None, 7)
-        ledger.submit([endless(0, 5)])
-        ledger.run()
+        engine = self.engine_at(server)
+        engine.update_weights(None, 7)
+        ledger = completed(engine, [endless(0, 5)])
         assert [segment.version for segment in ledger.segments[0]] == [7] * len(ledger.segments[0])
 
     @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -112,11 +111,10 @@ class ServerTests(OnServer):
         self, server: ServerProcess, model: tuple[Path, Any], temperature: float
     ) -> None:
         learner = model[1]
-        ledger = Ledger(self.engine_at(server))
-        ledger.engine.update_weights(dict(learner.named_parameters()), 1)
+        engine = self.engine_at(server)
+        engine.update_weights(dict(learner.named_parameters()), 1)
         prompt = [5, 6, 7]
-        ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
-        ledger.run()
+        ledger = completed(engine, [Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
         expected = logprobs_of(learner, temperature)(prompt, ledger.tokens(0))
         assert ledger.logprobs(0) == pytest.approx(expected, abs=10 * self.tolerance)
 

@@ -174,10 +174,8 @@ def test_kept_keys_serve_the_responses_that_were_made_with_them_only(tmp_path: P
 def test_temperature_is_in_the_log_probabilities(tmp_path: Path, temperature: float) -> None:
     model = tiny_model(tmp_path, tied=False)
     engine = engine_of(tmp_path, 2)
-    ledger = Ledger(engine)
     prompt = [5, 6, 7]
-    ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
-    ledger.run()
+    ledger = completed(engine, [Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
     expected = logprobs_of(model, temperature)(prompt, ledger.tokens(0))
     assert ledger.logprobs(0) == pytest.approx(expected, abs=10 * TOLERANCE)
     engine.close()

@@ -93,11 +93,10 @@ def test_a_server_with_drafts(model: tuple[Path, Any], tmp_path: Path, monkeypat
                 VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2])
             monkeypatch.setattr(vllm_server, "refused_drafts_of_server", lambda *_, **__: None)
         engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2])
-        ledger = Ledger(engine)
         greedy = Sampling(temperature=0.0, ignore_eos=True)
         prompts = [[5, 6, 7], [9] * 20, [11, 12] * 8]
-        ledger.submit([Request(i, Prompt(str(i), prompt), (), 61 + i, i, greedy) for i, prompt in enumerate(prompts)])
-        ledger.run()
+        asked = [Request(i, Prompt(str(i), prompt), (), 61 + i, i, greedy) for i, prompt in enumerate(prompts)]
+        ledger = completed(engine, asked)
         for i, prompt in enumerate(prompts):
             assert len(ledger.tokens(i)) == 61 + i and ledger.finished[i]
             expected = logprobs_of(model[1])(prompt, ledger.tokens(i))
@@ -142,11 +141,10 @@ class TestServer(ServerTests):
         assert hits_of_a_repeated_prompt(None) > 0 == hits_of_a_repeated_prompt(5)
 
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
-        ledger = Ledger(self.engine_at(server))
         too_long = Request(0, Prompt("long", [3] * (MAX_LENGTH + 10)), (), 4, 0)
         nothing = Request(1, Prompt("nothing", []), (), 4, 0)
-        ledger.submit([too_long, nothing, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
-        ledger.run()
+        asked = [too_long, nothing, Request(2, Prompt("good", [3, 4]), (), 4, 0)]
+        ledger = completed(self.engine_at(server), asked)
         assert list(ledger.finished) == [2] and set(ledger.failed) == {0, 1}
         assert f"longer than the maximum model length of {MAX_LENGTH}" in ledger.failed[0]
         assert all("the server refused it" in reason for reason in ledger.failed.values())
