@@ -2,7 +2,7 @@
 
 import random
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from ledgers import completed
 from small_models import VOCABULARY, engine_of, model_of
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineDied, EngineSpec, Request, Sampling
@@ -22,8 +23,9 @@ from sortedrl.engines.embedded import decoder as embedded_decoder
 from sortedrl.engines.embedded import model as embedded_model
 from sortedrl.engines.embedded.engine import rows_by_length
 from sortedrl.engines.embedded.model import GeneralForward, UnsupportedModel
-from sortedrl.engines.embedded.sampling import TokenSampler, _mixed, seed_key
+from sortedrl.engines.embedded.sampling import TokenSampler, seed_key
 from sortedrl.engines.registry import make_engine
+from sortedrl.engines.shared import StopWatches
 from sortedrl.testing.engine_contract import EngineContract, Ledger, resumed
 from turns_on_engines import largest_gap_of_turns
 
@@ -48,13 +50,6 @@ def random_requests(count: int, seed: int, longest: int = 60, **sampling: Any) -
     ]
 
 
-def completed(engine: Engine, requests: Sequence[Request]) -> Ledger:
-    ledger = Ledger(engine)
-    ledger.submit(requests)
-    ledger.run()
-    return ledger
-
-
 def reference_logprobs(model: Any, request: Request, tokens: Sequence[int]) -> list[float]:
     """One plain forward pass over the whole response; temperature and top-p as defined, token by token."""
     prompt = list(request.prompt.tokens)
@@ -69,6 +64,12 @@ def reference_logprobs(model: Any, request: Request, tokens: Sequence[int]) -> l
         assert token in nucleus
         values.append(float((row.softmax(-1)[token] / kept).log()))
     return values
+
+
+def check_logprobs(ledger: Ledger, model: Any) -> None:
+    for id, asked in ledger.submitted.items():
+        expected = reference_logprobs(model, asked, ledger.tokens(id))
+        assert ledger.logprobs(id) == pytest.approx(expected, abs=1e-4)
 
 
 class TestContract(EngineContract):
@@ -107,10 +108,7 @@ def test_log_probabilities_are_the_learners_after_each_turn(mode: str) -> None:
 )
 def test_log_probabilities_are_those_of_a_plain_forward(family: str, changes: dict[str, Any]) -> None:
     model = model_of(family, **changes)
-    ledger = completed(engine_of(model), random_requests(9, seed=1))
-    for id, asked in ledger.submitted.items():
-        expected = reference_logprobs(model, asked, ledger.tokens(id))
-        assert ledger.logprobs(id) == pytest.approx(expected, abs=1e-4)
+    check_logprobs(completed(engine_of(model), random_requests(9, seed=1)), model)
 
 
 @pytest.mark.parametrize(
@@ -213,6 +211,13 @@ def test_attention_of_the_gpu_path_is_that_of_the_cpu_path(queries: int) -> None
     assert torch.allclose(ours, fused, atol=1e-5)
 
 
+def test_graphs_have_few_spans_and_one_for_every_context() -> None:
+    lengths = range(1, 5000)
+    spans = [embedded_decoder._rounded_up(n, embedded_decoder._graph_quantum(n)) for n in lengths]
+    assert all(n <= span < n + max(64, n / 4 + 1) for n, span in zip(lengths, spans, strict=True))
+    assert len(set(spans)) < 30
+
+
 @given(
     st.dictionaries(st.integers(0, 99), st.tuples(st.integers(1, 300), st.booleans()), max_size=32),
     st.integers(1, 8),
@@ -242,10 +247,7 @@ def test_temperature_and_top_p_are_in_the_log_probabilities(sampling: dict[str, 
     model = model_of("Llama")
     cut = random_requests(5, seed=7, **sampling)
     plain = [request(100 + r.id, r.prompt.tokens, r.max_new_tokens, r.seed) for r in random_requests(3, seed=8)]
-    ledger = completed(engine_of(model), [*cut, *plain])
-    for id, asked in ledger.submitted.items():
-        expected = reference_logprobs(model, asked, ledger.tokens(id))
-        assert ledger.logprobs(id) == pytest.approx(expected, abs=1e-4)
+    check_logprobs(completed(engine_of(model), [*cut, *plain]), model)
 
 
 def test_temperature_zero_takes_the_likeliest_token_for_sure() -> None:
@@ -258,12 +260,6 @@ def test_temperature_zero_takes_the_likeliest_token_for_sure() -> None:
     assert tokens == logits.argmax(-1).tolist()
     assert set(ledger.logprobs(0)) == {0.0}
     assert ledger.tokens(1) != tokens
-
-
-@given(st.integers(-(1 << 70), 1 << 70))
-def test_a_seed_is_hashed_like_the_words_of_a_tensor(seed: int) -> None:
-    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    assert seed_key(seed) == int(_mixed(torch.tensor(signed)))
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
@@ -352,35 +348,21 @@ def test_a_stop_string_that_is_completed_at_the_limit_is_no_truncation() -> None
     assert ledger.tokens(0) == free.tokens(0) and (free.finished, ledger.finished) == ({0: True}, {0: False})
 
 
-def test_a_stop_string_may_begin_in_kept_tokens() -> None:
-    model, tokenizer = model_of("Llama"), letters_tokenizer()
-    asked = request(0, [1, 2, 3], 40, seed=3)
-    free = completed(engine_of(model), [asked]).tokens(0)
-    string = tokenizer.decode(free[9:11])
-    kept = Segment(free[:10], [-1.0] * 10, 0)
-    engine = engine_of(model, tokenizer=tokenizer)
-    begun = Request(0, asked.prompt, (kept,), 30, asked.seed, Sampling(stop_strings=(string,)))
-    assert completed(engine, [begun]).tokens(0) == free[10:11]
-
-
-@pytest.mark.parametrize(("turn", "observation"), [("ab", "qIJ"), ("abIJ", "q")])
-def test_a_stop_string_in_an_earlier_turn_does_not_end_this_one(turn: str, observation: str) -> None:
-    """Neither one that the environment wrote, nor one that ended the turn before it."""
-    model, tokenizer = model_of("Llama"), letters_tokenizer()
-    before, observed = (tokenizer.convert_tokens_to_ids(list(text)) for text in (turn, observation))
-    prefix = (Segment(before, [-1.0] * len(before), 0), Segment(observed, [0.0] * len(observed), ENVIRONMENT))
-    asked = Request(0, Prompt("0", [1, 2, 3]), prefix, 6, seed=3)
-    free = completed(engine_of(model), [asked]).tokens(0)
-    assert len(free) == 6 and "IJ" not in tokenizer.decode(free)
-    strings = ("IJ", "\u00e9" * 8)  # after the second, which is long and not ASCII, every token is looked at
-    engine = engine_of(model, tokenizer=tokenizer)
-    assert completed(engine, [asked._replace(sampling=Sampling(stop_strings=strings))]).tokens(0) == free
-
-
-def test_max_length_bounds_prompt_and_response_together() -> None:
-    ledger = completed(engine_of(model_of("Llama"), max_length=20), [request(0, [1] * 12, 50)])
-    assert len(ledger.tokens(0)) == 8
-    assert ledger.finished == {0: True}
+@pytest.mark.parametrize("strings", [("IJ",), ("IJ", "\u00e9" * 8)])  # with the second every token is looked at
+@pytest.mark.parametrize(
+    ("turn", "observation", "made", "ends"),
+    [("", "", "xIJ", True), ("abI", "", "J", True), ("ab", "qI", "J", False), ("abIJ", "q", "x", False)],
+)
+def test_a_stop_string_may_begin_in_kept_tokens_of_the_same_turn_only(
+    turn: str, observation: str, made: str, ends: bool, strings: tuple[str, ...]
+) -> None:
+    """For all engines: not in what the environment wrote, and not in the turn before."""
+    tokenizer = letters_tokenizer()
+    before, observed, new = (tokenizer.convert_tokens_to_ids(list(text)) for text in (turn, observation, made))
+    parts = (Segment(before, [-1.0] * len(before), 0), Segment(observed, [0.0] * len(observed), ENVIRONMENT))
+    asked = Request(0, Prompt("0", [1]), tuple(filter(len, parts)), 6, 0, Sampling(stop_strings=strings))
+    watch = StopWatches(tokenizer).of(asked)
+    assert watch is not None and watch(new) == ends
 
 
 def test_a_context_may_fill_a_table_of_positions() -> None:
@@ -389,8 +371,7 @@ def test_a_context_may_fill_a_table_of_positions() -> None:
     asked = [request(0, [1] * 39, 2), request(1, [2] * 30, 11)]
     ledger = completed(engine_of(model, max_length=41), asked)
     assert [len(ledger.tokens(one.id)) for one in asked] == [2, 11]
-    for one in asked:
-        assert ledger.logprobs(one.id) == pytest.approx(reference_logprobs(model, one, ledger.tokens(one.id)), abs=1e-4)
+    check_logprobs(ledger, model)
 
 
 def test_a_model_that_cannot_run_gets_no_advice_about_lengths() -> None:
@@ -406,11 +387,11 @@ def test_what_cannot_run_fails_with_a_reason_and_the_rest_goes_on() -> None:
     full = Request(2, Prompt("2", [1] * 10), (Segment([1] * 10, [-1.0] * 10, 0),), 5, 0)
     ledger = completed(
         engine_of(model_of("Llama"), max_length=20),
-        [request(0, [1] * 20, 5), request(1, [], 5), full, request(3, [1], 0), request(4, [1] * 19, 5)],
+        [request(0, [1] * 20, 5), request(1, [], 5), full, request(3, [1], 0), request(4, [1] * 12, 50)],
     )
     assert set(ledger.failed) == {0, 1, 2, 3}
     assert "max_length = 20" in ledger.failed[0] and "at least 21" in ledger.failed[0]
-    assert len(ledger.tokens(4)) == 1
+    assert len(ledger.tokens(4)) == 8 and ledger.finished == {4: True}, "prompt and response together"
 
 
 def test_a_token_that_the_model_does_not_have_costs_its_request_only() -> None:
@@ -462,31 +443,30 @@ def test_load_is_as_if_the_engine_were_new(tied: bool) -> None:
     assert {segment.version for segment in ledger.segments[0]} == {3}
 
 
-def test_a_shared_module_needs_no_weights() -> None:
-    model = model_of("Llama")
-    engine = engine_of(model)
-    asked = request(0, [1, 2], 12)
-    before = completed(engine, [asked]).tokens(0)
+def negate(model: Any) -> None:
     model.lm_head.weight.data.neg_()  # a change that torch does not count
-    engine.update_weights(None, 1)
-    ledger = completed(engine, [asked])
-    assert ledger.tokens(0) != before
-    assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
-    assert ledger.segments[0][0].version == 1
 
 
-def test_an_optimizer_step_is_followed_without_a_word() -> None:
-    """Copies of weights in the written-out forward must not go stale, whatever the caller forgets."""
+def take_a_step(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(torch.tensor([[1, 2, 3]])).logits.square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("change", "says_so"), [(negate, True), (take_a_step, False)])
+def test_a_shared_module_needs_no_weights(change: Callable[[Any], None], says_so: bool) -> None:
+    """Copies of weights in the written-out forward must not go stale after a step, whatever the caller forgets."""
     model = model_of("Llama")
     engine = engine_of(model)
     asked = request(0, [1, 2], 12)
     before = completed(engine, [asked]).logprobs(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model(torch.tensor([[1, 2, 3]])).logits.square().mean().backward()
-    optimizer.step()
+    change(model)
+    if says_so:
+        engine.update_weights(None, 1)
     ledger = completed(engine, [asked])
     assert ledger.logprobs(0) != before
-    assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
+    check_logprobs(ledger, model)
+    assert ledger.segments[0][0].version == says_so
 
 
 def test_adapters_in_place_of_projections_take_part() -> None:
@@ -502,9 +482,7 @@ def test_adapters_in_place_of_projections_take_part() -> None:
     model = model_of("Llama")
     model.model.layers[0].self_attn.q_proj = Doubled(model.model.layers[0].self_attn.q_proj)
     model.model.layers[1].mlp.down_proj = Doubled(model.model.layers[1].mlp.down_proj)
-    asked = request(0, [1, 2], 12)
-    ledger = completed(engine_of(model), [asked])
-    assert ledger.logprobs(0) == pytest.approx(reference_logprobs(model, asked, ledger.tokens(0)), abs=1e-4)
+    check_logprobs(completed(engine_of(model), [request(0, [1, 2], 12)]), model)
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:

@@ -34,7 +34,7 @@ from sortedrl.engines.generate import generate
 from sortedrl.engines.lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.messages import retry_after
-from sortedrl.engines.servers.server_state import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
+from sortedrl.engines.servers.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
 
 MOST = 9  # tokens of a response
 NAN = float("nan")
@@ -216,7 +216,7 @@ class KeepsItsVersion(PacedEngine):
 
 @pytest.mark.parametrize("mode", ["baseline", "partial+elevator"])
 def test_an_engine_whose_tokens_keep_an_old_version_ends_the_run_with_the_reason(mode: str) -> None:
-    """All staleness would be wrong: in partial modes it grew with every update, others called it a bug of the mode."""
+    """All staleness would be wrong: in partial modes it would grow with every update."""
     schedule = Schedule(mode=mode, rollouts_per_update=8, prompts_per_cohort=16, max_response_tokens=MOST)
     prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(48)])
     engine = KeepsItsVersion(slots=8, length_of=lambda request: 2 + request.seed % 6)

@@ -80,7 +80,6 @@ def of(token: Any) -> Callable[[Tokens], list[Change]]:
     ],
 )
 def test_a_response_that_no_tokenizer_or_environment_can_read_is_a_failure(alter: Any, why: str) -> None:
-    """An evaluation ended with a traceback."""
     responses = generate(Garbles(alter, attempts=1), requests(3))
     assert [response.tokens for response in responses] == [[0, 1]] * 3
     response = generate(Garbles(alter, attempts=ATTEMPTS), requests(3))[1]
@@ -96,7 +95,6 @@ def test_more_tokens_than_were_asked_for_are_a_failure() -> None:
 
 @pytest.mark.parametrize("kind", [tuple, numpy.array])
 def test_tokens_may_come_in_arrays(kind: Any) -> None:
-    """The check of the weights refused log-probabilities that are not Python's."""
     response = Response(requests(1)[0])
     response.add(Segment(kind([5, 6]), kind([-0.5, -1.5]), 0))
     assert {type(token) for token in response.tokens} == {int} and response.tokens == [5, 6]

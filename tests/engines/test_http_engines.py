@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[dev]'")
 
 from closing import closed_after
+from ledgers import begun, completed
 from server_contract import endless
 from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
 from sortedrl.core import UNCHANGED, Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, EngineSpec, RequestPreempted, RequestStarted, Tokens
-from sortedrl.core.rollout import ENVIRONMENT, Prompt, Segment
+from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines import settings as engine_settings
 from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.lengths import ForcedLengths
@@ -82,9 +83,7 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
     """Else it would be resumed with nothing left to make."""
     server = stand_in()
     engine = engine_at(server, seeded=True)
-    reference = Ledger(engine)
-    reference.submit([endless(0, 6)])
-    reference.run()
+    reference = completed(engine, [endless(0, 6)])
     server.calls_ends_aborts = True
     expected = reference.tokens(0)
     if end == "end token":
@@ -105,21 +104,18 @@ def test_what_was_whole_when_it_was_aborted_is_finished(end: str) -> None:
 
 def test_log_probabilities_are_the_models_own_and_follow_a_load() -> None:
     server, learner = stand_in(), llama(seed=5)
-    ledger = Ledger(engine_at(server))
-    ledger.engine.update_weights(iter(learner.state_dict().items()), 3)
+    engine = engine_at(server)
+    engine.update_weights(iter(learner.state_dict().items()), 3)
     assert server.calls == ["pause", "update 3", "continue"]
-    ledger.submit([endless(0, 12, temperature=0.7)])
-    ledger.run()
+    ledger = completed(engine, [endless(0, 12, temperature=0.7)])
     expected = logprobs_of(learner, 0.7)(ledger.submitted[0].prompt.tokens, ledger.tokens(0))
     assert ledger.logprobs(0) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_resumed_request_draws_from_a_seed_of_its_own() -> None:
     server = stand_in()
-    ledger = Ledger(engine_at(server, seeded=True))
     first = endless(0, 5)
-    ledger.submit([first])
-    ledger.run()
+    ledger = completed(engine_at(server, seeded=True), [first])
     ledger.submit([Request(1, first.prompt, tuple(ledger.segments[0]), 5, first.seed, first.sampling)])
     ledger.run()
     seeds = [body["sampling_params"]["sampling_seed"] for body in server.bodies]
@@ -135,10 +131,7 @@ def test_top_p_is_refused() -> None:
 def test_names_are_not_prefixes_of_each_other() -> None:
     """SGLang aborts every request whose name begins with the one that it is given."""
     server = stand_in(step_seconds=0.002)
-    ledger = Ledger(engine_at(server, slots=16))
-    ledger.submit([endless(id, 40) for id in range(12)])
-    while min(len(ledger.tokens(id)) for id in range(12)) < 2:
-        ledger.apply(ledger.engine.poll())
+    ledger = begun(engine_at(server, slots=16), [endless(id, 40) for id in range(12)], tokens=2, of=12)
     ledger.abort([0])
     ledger.run()
     assert sorted(ledger.finished) == list(range(1, 12)) and not ledger.failed
@@ -147,9 +140,7 @@ def test_names_are_not_prefixes_of_each_other() -> None:
 def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
-    ledger = Ledger(engine_at(stand_in(), tokenizer=tokenizer))
-    ledger.submit([endless(0, 40, temperature=0.0)])
-    ledger.run()
+    ledger = completed(engine_at(stand_in(), tokenizer=tokenizer), [endless(0, 40, temperature=0.0)])
     reference = ledger.tokens(0)
     pair = tokenizer.decode(reference[:2])
     request = Request(1, ledger.submitted[0].prompt, (), 40, 0, Sampling(temperature=0.0, stop_strings=(pair,)))
@@ -158,11 +149,6 @@ def test_a_stop_string_ends_a_response_even_where_a_resume_cuts_it() -> None:
     ledger.run()
     assert ledger.tokens(1) == reference[:2] and ledger.tokens(2) == reference[1:2]
     assert ledger.finished[1] is False and ledger.finished[2] is False
-    turn, answer = Segment([1, 2], [0.0] * 2, 0), Segment([9], [0.0], ENVIRONMENT)
-    looks_at_every_token = Sampling(temperature=0.0, stop_strings=("w1 w2", "\u00e9" * 8))
-    ledger.submit([Request(3, request.prompt, (turn, answer), 5, 0, looks_at_every_token)])
-    ledger.run()
-    assert len(ledger.tokens(3)) == 5, "the string is in an earlier turn"
 
 
 def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,9 +171,9 @@ def test_what_the_server_does_not_run_is_preempted_until_it_is_heard(monkeypatch
 
 
 def test_a_token_that_the_model_does_not_have_is_not_sent() -> None:
-    ledger = Ledger(engine_at(stand_in(), vocabulary=VOCABULARY))
-    ledger.submit([Request(0, Prompt("0", [VOCABULARY]), (), 5, 0), endless(1, 5)])
-    ledger.run()
+    ledger = completed(
+        engine_at(stand_in(), vocabulary=VOCABULARY), [Request(0, Prompt("0", [VOCABULARY]), (), 5, 0), endless(1, 5)]
+    )
     assert list(ledger.failed) == [0] and "vocabulary size" in ledger.failed[0] and list(ledger.finished) == [1]
 
 
@@ -284,10 +270,7 @@ def test_more_slots_than_the_server_runs_are_refused() -> None:
 def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
     server = stand_in(step_seconds=0.005)
     engine = engine_at(server)
-    ledger = Ledger(engine)
-    ledger.submit([endless(id, 200) for id in range(6)])
-    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
-        ledger.apply(ledger.engine.poll())
+    ledger = begun(engine, [endless(id, 200) for id in range(6)], tokens=3)
     while len({change.id for change in engine._outbox.delivered if isinstance(change, Tokens)}) < 4:
         time.sleep(0.005)
     server.kill()
@@ -310,11 +293,8 @@ def test_a_request_that_is_aborted_before_its_stream_starts_frees_its_slot() -> 
         await engine._abort({0})
 
     asyncio.run_coroutine_threadsafe(send_and_abort(), engine._loop).result()
-    ledger = Ledger(engine)
     engine.poll(engine.now())
-    ledger.submit([endless(1, 4)])
-    ledger.run()
-    assert list(ledger.finished) == [1]
+    assert list(completed(engine, [endless(1, 4)]).finished) == [1]
 
 
 def test_weights_that_cannot_be_written_are_a_configuration_error(tmp_path: Path) -> None:
@@ -344,7 +324,7 @@ def test_a_new_version_without_new_weights_empties_the_cache_all_the_same() -> N
     ids=["server", "pool", "forced lengths", "checked"],
 )
 def test_weights_that_were_forgotten_are_an_error(wrapped: Callable[[HttpEngine], EngineBase]) -> None:
-    """The server has its own copy: before, it silently generated with the old weights under the new version."""
+    """The server has its own copy, which would go on under the new version without a word."""
     engine = wrapped(engine_at(stand_in()))
     controller = Controller(
         engine, Prompts([Prompt("p", [1])]), ScoreAtOnce(len), Schedule(rollouts_per_update=1, max_response_tokens=2)
@@ -356,28 +336,25 @@ def test_weights_that_were_forgotten_are_an_error(wrapped: Callable[[HttpEngine]
     engine.close()
 
 
-def test_a_pool_of_servers_writes_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_servers_writes_the_weights_once_and_takes_a_folder_as_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     servers = [stand_in() for _ in range(3)]
     pool = ServerPool([engine_at(server, slots=2, weights_folder=tmp_path) for server in servers])
     folders = []
     monkeypatch.setattr(weight_files, "write_weights", lambda *given: (folders.append(given[1]), write_weights(*given)))
-    learner = llama(seed=9)
-    pool.update_weights(learner.state_dict(), 4)
-    pool.close()
+    first, second = llama(seed=8), llama(seed=9)
+    pool.update_weights(first.state_dict(), 4)
     assert len(folders) == 1 and list(tmp_path.iterdir()) == []
     for server in servers:
         assert server.calls == ["pause", "update 4", "continue"]
-        assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
-
-
-def test_a_pool_takes_a_folder_as_a_single_server_does(tmp_path: Path) -> None:
-    server, learner = stand_in(), llama(seed=9)
-    write_weights(learner.state_dict(), tmp_path)
-    pool = ServerPool([engine_at(server, slots=2)])
-    pool.update_weights(tmp_path, 4)
+        assert torch.equal(server.model.state_dict()["lm_head.weight"], first.state_dict()["lm_head.weight"])
+    write_weights(second.state_dict(), tmp_path)
+    pool.update_weights(tmp_path, 5)
     pool.close()
-    assert torch.equal(server.model.state_dict()["lm_head.weight"], learner.state_dict()["lm_head.weight"])
-    assert (tmp_path / "model.safetensors").exists()
+    for server in servers:
+        assert torch.equal(server.model.state_dict()["lm_head.weight"], second.state_dict()["lm_head.weight"])
+    assert (tmp_path / "model.safetensors").exists(), "a folder of the caller stays"
 
 
 def test_several_servers_share_all_slots() -> None:

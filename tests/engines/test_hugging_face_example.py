@@ -24,29 +24,23 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_of_the_docs_checks_the_hugging_face_engine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_of_the_docs_checks_the_engine_of_the_docs() -> None:
+    page = (ROOT / "docs/engine_authors.md").read_text(encoding="utf-8")
+    assert "python -m sortedrl.testing examples.hugging_face_engine:engine" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("hugging_face_engine", []), ("bring_your_own_engine", ["--deterministic"])]
+)
+def test_the_engines_of_the_examples_keep_all_rules(
+    name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
-    assert "python -m sortedrl.testing examples.hugging_face_engine:engine" in Path(
-        ROOT / "docs/engine_authors.md"
-    ).read_text(encoding="utf-8")
     monkeypatch.chdir(ROOT)
-    code = main(["examples.hugging_face_engine:engine"])
+    code = main([f"examples.{name}:engine", *flags])
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert printed.splitlines()[-1] == "all rules kept"
-    assert printed.count("kept    ") == len(rules(deterministic=False))
-
-
-def test_the_engine_of_letters_keeps_all_rules(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    code = main(["examples.bring_your_own_engine:engine", "--deterministic"])
-    printed = capsys.readouterr().out
-    assert code == 0, printed
-    assert printed.count("kept    ") == len(rules(deterministic=True))
+    assert printed.count("kept    ") == len(rules(deterministic=bool(flags)))
 
 
 @pytest.mark.parametrize("path", ["no.such.module:f", "json:nothing", "json", "json:__name__"])

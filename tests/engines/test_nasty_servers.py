@@ -36,7 +36,7 @@ from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Sch
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers import base as server_base
-from sortedrl.engines.servers import server_state
+from sortedrl.engines.servers import outage
 from sortedrl.engines.servers import streams as server_streams
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.engines.servers.sglang import SglangEngine
@@ -61,7 +61,7 @@ def server_loop() -> Iterator[ServerLoop]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_state, "FIRST_PAUSE_SECONDS", 0.03)
+    monkeypatch.setattr(outage, "FIRST_PAUSE_SECONDS", 0.03)
     monkeypatch.setattr(server_base, "WATCH_SECONDS", 0.1)
     monkeypatch.setattr(server_streams, "ABORT_SECONDS", 0.5)
     monkeypatch.setattr(server_streams, "STOP_SECONDS", 0.3)
@@ -70,20 +70,28 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 # What goes wrong
 
 
-def every(nth: int, act: Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]) -> Setup:
-    """Answer every nth request in this way."""
-
-    async def sometimes(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        return await act(server, request, body) if server.asked % nth == 0 else None
-
-    return lambda server: setattr(server, "act", sometimes)
+Act = Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[Any]]
 
 
-def first(count: int, act: Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[Any]]) -> Setup:
-    async def at_first(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        return await act(server, request, body) if server.asked <= count else None
+def when(is_due: Callable[[int], bool], act: Act) -> Setup:
+    """Answer those requests in this way, by their number; what `act` does not answer is answered as always."""
 
-    return lambda server: setattr(server, "act", at_first)
+    async def sometimes(server: NastyServer, request: web.Request, body: dict[str, Any]) -> Any:
+        return await act(server, request, body) if is_due(server.asked) else None
+
+    return having(act=sometimes)
+
+
+def every(nth: int, act: Act) -> Setup:
+    return when(lambda asked: asked % nth == 0, act)
+
+
+def first(count: int, act: Act) -> Setup:
+    return when(lambda asked: asked <= count, act)
+
+
+def having(**attributes: Any) -> Setup:
+    return lambda server: vars(server).update(attributes)
 
 
 def altered(change: Callable[[NastyServer, list[bytes]], list[bytes]], nth: int = 3) -> Setup:
@@ -92,7 +100,7 @@ def altered(change: Callable[[NastyServer, list[bytes]], list[bytes]], nth: int 
     def alter(server: NastyServer, lines: list[bytes], body: dict[str, Any]) -> list[bytes]:
         return change(server, lines) if server.asked % nth == 0 else lines
 
-    return lambda server: setattr(server, "alter", alter)
+    return having(alter=alter)
 
 
 def line(data: bytes) -> Setup:
@@ -142,38 +150,31 @@ async def reset_mid_line(server: NastyServer, request: web.Request, body: dict[s
     return response
 
 
-async def silent_after_a_token(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    response = await server.stream(request, server.lines(body)[:1])
-    await asyncio.sleep(20)
-    return response
+def silent(tokens: int) -> Act:
+    """So many tokens, and nothing else."""
 
+    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await server.stream(request, server.lines(body)[:tokens])
+        await asyncio.sleep(2 * DEADLINE_SECONDS)
+        return response
 
-async def silent(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    response = await server.stream(request, [])
-    await asyncio.sleep(20)
-    return response
+    return act
 
 
 def busy_then_silent(count: int) -> Setup:
     """Refuses the first four requests and accepts the next `count`, but generates nothing for them."""
 
-    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        if server.asked <= 4:
-            return await status(429)()
-        if server.asked > 4 + count:
-            return None
-        response = await server.stream(request, [])
-        await asyncio.sleep(2 * DEADLINE_SECONDS)
-        return response
+    async def act(server: NastyServer, *request: Any) -> Any:
+        return await (status(429) if server.asked <= 4 else silent(0))(server, *request)
 
-    return lambda server: setattr(server, "act", act)
+    return first(4 + count, act)
 
 
-def for_one_prompt(act: Callable[[NastyServer, web.Request, dict[str, Any]], Awaitable[Any]]) -> Setup:
+def for_one_prompt(act: Act) -> Setup:
     async def act_on_it(server: NastyServer, request: web.Request, body: dict[str, Any]) -> Any:
         return await act(server, request, body) if prompt_of(body) == 3 else None
 
-    return lambda server: setattr(server, "act", act_on_it)
+    return having(act=act_on_it)
 
 
 def busy_for_one_prompt(others: int) -> Setup:
@@ -252,36 +253,20 @@ async def error_503_in_the_stream(server: NastyServer, request: web.Request, bod
 
 
 def vanishes(at: int, seconds: float | None) -> Setup:
-    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        if server.asked == at:
-            await server.vanish(seconds)
-        return None
+    async def act(server: NastyServer, *_: Any) -> None:
+        await server.vanish(seconds)
 
-    return lambda server: setattr(server, "act", act)
+    return when(lambda asked: asked == at, act)
 
 
 def malformed_after_start(text: str, *paths: str) -> Setup:
     """From the third request for generation on."""
 
-    async def act(server: NastyServer, request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        if server.asked == 3:
-            answers(" ".join(paths), text)(server)
-            server.drop_connections()
-        return None
+    async def act(server: NastyServer, *_: Any) -> None:
+        answers(" ".join(paths), text)(server)
+        server.drop_connections()
 
-    return lambda server: setattr(server, "act", act)
-
-
-def ignore_budget(server: NastyServer) -> None:
-    server.ignores_budget = True
-
-
-def drop_kept_connections(server: NastyServer) -> None:
-    server.drops_kept_connections = True
-
-
-def restart(server: NastyServer) -> None:
-    server.restart_at = 2
+    return when(lambda asked: asked == 3, act)
 
 
 def vllm_server_info(logprobs_mode: str = "processed_logprobs", max_num_seqs: int = 8) -> str:
@@ -362,7 +347,7 @@ FAULTS: dict[str, Fault] = {
     "the last event twice": Fault(altered(lambda s, lines: [*lines[:-1], lines[-2], b"[DONE]"]), LOSSLESS),
     "tokens after the end": Fault(altered(lambda s, lines: [*lines[:-1], s.event([9], [-1], 9), *lines]), LOSSLESS),
     "an end token that is called the limit": Fault(replaced(b'"stop"', b'"length"'), LOSSLESS),
-    "no limit to a response": Fault(ignore_budget, LOSSLESS),
+    "no limit to a response": Fault(having(ignores_budget=True), LOSSLESS),
     # Streams and HTTP
     "a reset in mid-line": Fault(every(4, reset_mid_line), LOSSLESS),
     "no answer": Fault(every(4, no_answer), LOSSLESS),
@@ -375,12 +360,12 @@ FAULTS: dict[str, Fault] = {
     "status 500 for one prompt, always": Fault(for_one_prompt(status(500, "oops")), says="500: oops"),
     "resets for one prompt, always": Fault(for_one_prompt(no_answer), says="connection broke"),
     "a stream that drips": silence(first(6, drips)),
-    "a stream that falls silent": silence(first(6, silent_after_a_token)),
-    "a stream that is silent from its start": silence(first(6, silent)),
+    "a stream that falls silent": silence(first(6, silent(1))),
+    "a stream that is silent from its start": silence(first(6, silent(0))),
     "comments instead of tokens": silence(first(6, drips_comments)),
     "headers without end": silence(first(6, endless_headers), says=""),
     "silence while nothing is said to run": silence(
-        both(first(6, silent), answers("/metrics", "vllm:num_requests_running 0\n", "text/plain"))
+        both(first(6, silent(0)), answers("/metrics", "vllm:num_requests_running 0\n", "text/plain"))
     ),
     # The server's state
     "a burst of 429": Fault(first(6, status(429)), LOSSLESS),
@@ -394,7 +379,7 @@ FAULTS: dict[str, Fault] = {
     "503 in the stream": Fault(first(3, error_503_in_the_stream), LOSSLESS),
     "429, then accepted and silent for a while": silence(busy_then_silent(1), LOSSLESS),
     "429, then accepted and silent for ever": silence(busy_then_silent(10**9), DIES, "set a larger silence_seconds"),
-    "connections that close under a second request": Fault(drop_kept_connections, LOSSLESS),
+    "connections that close under a second request": Fault(having(drops_kept_connections=True), LOSSLESS),
     "not there for a while": Fault(vanishes(6, 0.4), LOSSLESS),
     "429 for ever": Fault(first(10**9, status(429, "come back later")), DIES, "429: come back later"),
     "429 for ever, back in a day": Fault(first(10**9, status(429, Retry_After="86400")), DIES, "429"),
@@ -402,7 +387,7 @@ FAULTS: dict[str, Fault] = {
     "a page of HTML for ever": Fault(first(10**9, html), DIES, "text/html"),
     "500 for ever": Fault(first(10**9, status(500, "oops")), DIES, "500: oops"),
     "gone": Fault(vanishes(6, None), DIES, "no longer responds"),
-    "another server": Fault(restart, DIES, "restarted"),
+    "another server": Fault(having(restart_at=2), DIES, "restarted"),
     # Small questions
     **{
         f"running is {said}": Fault(
@@ -573,7 +558,7 @@ def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
     dialect: str, servers_of: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every other one of 300 to 599 in turn, before the server works."""
-    monkeypatch.setattr(server_state, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE_SECONDS", 0.01)
     codes = iter([code for code in range(300, 600) if code not in (304, *THE_REQUESTS_OWN)])
 
     async def act(*_: Any) -> web.Response | None:

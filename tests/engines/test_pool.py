@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 import invariants
 import scenarios
 from closing import closed_after
+from ledgers import begun, completed
 from paced import PacedEngine
 from random_runs import peaceful
 from scenarios import Run, Scenario
@@ -76,9 +76,7 @@ class TestPoolWhoseMembersClocksDiffer(PoolContract):
 
 def test_requests_go_where_the_load_is_lowest() -> None:
     members = paced(2, 4, 8)
-    ledger = Ledger(pool_of(members))
-    ledger.submit(requests(*[30] * 7))
-    ledger.run()
+    completed(pool_of(members), requests(*[30] * 7))
     assert [len(member.submitted) for member in members] == [1, 2, 4]
 
 
@@ -95,9 +93,7 @@ def test_no_member_holds_more_than_it_can_run() -> None:
             super()._step()
 
     slow = Slow(slots=2)
-    ledger = Ledger(pool_of([slow, fast]))
-    ledger.submit(requests(*[10] * 40))
-    ledger.run()
+    completed(pool_of([slow, fast]), requests(*[10] * 40))
     assert slow.most_inside <= 2 and fast.most_inside <= 2
     assert len(slow.submitted) < 10 < len(fast.submitted), "the slow member must not hoard"
 
@@ -147,38 +143,24 @@ def test_a_freed_slot_is_refilled_without_the_caller() -> None:
 
 
 def test_requests_of_a_lost_member_continue_elsewhere_behind_what_they_delivered() -> None:
+    """The loss is a preemption that says what is computed again."""
     members = paced(2, 2)
-    ledger = Ledger(pool_of(members))
-    ledger.submit(requests(*[60] * 4))
-    while min(len(ledger.tokens(id)) for id in range(4)) < 5:
-        ledger.apply(ledger.engine.poll())
+    ledger = begun(pool_of(members), requests(*[60] * 4), tokens=5)
     members[0].die()
-    ledger.run()
-    assert sorted(ledger.finished) == [0, 1, 2, 3]
+    lost = 0
+    while ledger.open_ids:
+        for change in ledger.engine.poll():
+            if isinstance(change, RequestPreempted):
+                assert change.recompute == 2 + len(ledger.tokens(change.id)), "prompt and response"
+                lost += 1
+            ledger.apply([change])
+    assert sorted(ledger.finished) == [0, 1, 2, 3] and lost == 2
     for id in range(4):
         assert ledger.tokens(id) == list(range(60)), "neither lost nor twice"
         assert ledger.logprobs(id) == [-position - 1 for position in range(60)]
     again = [request for request in members[1].submitted if request.prefix]
     assert len(again) == 2 and all(request.max_new_tokens == 60 - request.prefix_length for request in again)
     assert list(ledger.engine.lost) == [0] and "killed by the test" in ledger.engine.lost[0]  # type: ignore[attr-defined]
-
-
-def test_the_loss_is_a_preemption_that_says_what_is_computed_again() -> None:
-    members = paced(1, 1)
-    pool = pool_of(members)
-    pool.submit(requests(300, 300))
-    seen: list[Any] = []
-    while Counter(type(c) for c in seen)[RequestStarted] < 2 or len(seen) < 12:
-        seen += pool.poll()
-    members[1].die()
-    while not any(isinstance(c, RequestPreempted) for c in seen):
-        seen += pool.poll()
-    lost = next(c for c in seen if isinstance(c, RequestPreempted))
-    delivered = sum(
-        len(c.segment) for c in seen if not isinstance(c, RequestStarted | RequestPreempted) and c.id == lost.id
-    )
-    assert lost.recompute == 2 + delivered
-    assert not any(isinstance(c, RequestStarted) and c.id == lost.id for c in pool.abort([0]) if c.at < lost.at)
 
 
 def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock() -> None:
@@ -200,10 +182,7 @@ def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock(
 
 def test_moved_requests_go_before_those_that_never_ran() -> None:
     members = paced(2, 2)
-    ledger = Ledger(pool_of(members))
-    ledger.submit(requests(*[200] * 2, *[20] * 2, *[40] * 6))
-    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
-        ledger.apply(ledger.engine.poll())
+    ledger = begun(pool_of(members), requests(*[200] * 2, *[20] * 2, *[40] * 6), tokens=3)
     members[0].die()
     ledger.run()
     moved = [request.id for request in members[0].submitted]
@@ -214,10 +193,7 @@ def test_moved_requests_go_before_those_that_never_ran() -> None:
 
 def test_a_member_that_is_lost_while_it_is_stopped() -> None:
     members = paced(2, 2)
-    ledger = Ledger(pool_of(members))
-    ledger.submit(requests(*[500] * 4))
-    while min(len(ledger.tokens(id)) for id in range(4)) < 3:
-        ledger.apply(ledger.engine.poll())
+    ledger = begun(pool_of(members), requests(*[500] * 4), tokens=3)
     members[0].die()
     ledger.abort([0, 1])
     ledger.abort([2, 3])
@@ -292,9 +268,7 @@ def test_only_the_end_was_not_reported() -> None:
                 self.die()
             return [change for change in changes if not isinstance(change, RequestFinished)]
 
-    ledger = Ledger(pool_of([DiesBeforeTheEnd(slots=1), PacedEngine(slots=1)]))
-    ledger.submit(requests(5))
-    ledger.run()
+    ledger = completed(pool_of([DiesBeforeTheEnd(slots=1), PacedEngine(slots=1)]), requests(5))
     assert ledger.finished == {0: True} and ledger.tokens(0) == [0, 1, 2, 3, 4]
 
 
@@ -317,9 +291,7 @@ class Fails(PacedEngine):
 
 def test_a_request_that_fails_continues_on_another_member_and_one_that_fails_what_others_do_is_taken_out() -> None:
     members = [Fails(lambda id: True), *paced(2, 2)]
-    ledger = Ledger(pool_of(members))
-    ledger.submit(requests(*[20] * 60))
-    ledger.run()
+    ledger = completed(pool_of(members), requests(*[20] * 60))
     assert sorted(ledger.finished) == list(range(60)) and not ledger.failed
     assert all(ledger.tokens(id) == list(range(20)) for id in range(60)), "behind the token that it had"
     assert ledger.engine.lost == {0: "it failed 8 requests that other engines completed"}  # type: ignore[attr-defined]
@@ -327,9 +299,7 @@ def test_a_request_that_fails_continues_on_another_member_and_one_that_fails_wha
 
 def test_a_request_that_fails_on_every_member_fails_and_no_member_is_to_blame() -> None:
     members = [Fails(lambda id: id % 3 == 0) for _ in range(4)]
-    ledger = Ledger(pool_of(members))
-    ledger.submit(requests(*[20] * 60))
-    ledger.run()
+    ledger = completed(pool_of(members), requests(*[20] * 60))
     assert sorted(ledger.failed) == list(range(0, 60, 3)) and len(ledger.finished) == 40
     assert sum(request.id == 0 for member in members for request in member.submitted) == 3
     assert ledger.engine.lost == {}  # type: ignore[attr-defined]
@@ -360,13 +330,11 @@ SLEEPS = pytest.mark.parametrize("sleep", ["sleep", "sleep_until_update"])
 @SLEEPS
 def test_all_members_sleep_until_they_are_used_again(sleep: str) -> None:
     members: list[Engine] = [Sleeper(slots=1), Sleeper(slots=2), PacedEngine(slots=1)]  # the last one has no sleep
-    ledger = Ledger(pool_of(members))
-    getattr(ledger.engine, sleep)()
+    pool = pool_of(members)
+    getattr(pool, sleep)()
     assert [member.slept for member in members if isinstance(member, Sleeper)] == [[sleep], [sleep]]
-    ledger.engine.update_weights(None, 1)
-    ledger.submit(requests(3, 3, 3, 3))
-    ledger.run()
-    assert len(ledger.finished) == 4
+    pool.update_weights(None, 1)
+    assert len(completed(pool, requests(3, 3, 3, 3)).finished) == 4
 
 
 @SLEEPS
@@ -388,18 +356,17 @@ def test_a_lost_member_is_not_sent_to_sleep_and_one_that_dies_then_is_lost(sleep
 
 def test_a_member_that_cannot_load_is_lost() -> None:
     members = [PacedEngine(slots=2, cannot_load=1), PacedEngine(slots=2)]
-    ledger = Ledger(pool_of(members))
-    ledger.engine.update_weights(None, 1)
-    ledger.submit(requests(4, 4, 4, 4))
-    ledger.run()
+    pool = pool_of(members)
+    pool.update_weights(None, 1)
+    ledger = completed(pool, requests(4, 4, 4, 4))
     assert len(members[0].submitted) == 0 and len(ledger.finished) == 4
     assert {segment.version for segments in ledger.segments.values() for segment in segments} == {1}
 
 
 def test_one_that_comes_back_works_from_the_next_load_on() -> None:
     members = paced(2, 2)
-    ledger = Ledger(pool_of(members))
-    pool: Pool = ledger.engine  # type: ignore[assignment]
+    pool = pool_of(members)
+    ledger = Ledger(pool)
     pool.update_weights("weights 1", 1)
     ledger.submit(requests(*[30] * 4))
     members[0].die()
@@ -418,12 +385,13 @@ def test_one_that_comes_back_works_from_the_next_load_on() -> None:
 
 def test_before_any_load_one_that_comes_back_works_at_once() -> None:
     members = paced(1, 1)
-    ledger = Ledger(pool_of(members))
+    pool = pool_of(members)
+    ledger = Ledger(pool)
     ledger.submit(requests(100, 100, 100))
     members[0].die()
-    wait_until(lambda: bool(ledger.engine.lost))  # type: ignore[attr-defined]
+    wait_until(lambda: bool(pool.lost))
     back = PacedEngine(slots=1)
-    ledger.engine.rejoin(back)  # type: ignore[attr-defined]
+    pool.rejoin(back)
     ledger.run()
     assert back.submitted and len(ledger.finished) == 3
 

@@ -3,17 +3,9 @@
 from typing import Any
 
 import pytest
-from test_simulated_engine import to_end, tokens_of
+from test_simulated_engine import ends, to_end, tokens_of
 
-from sortedrl.core import (
-    Change,
-    Prompt,
-    Request,
-    RequestFinished,
-    RequestStarted,
-    Segment,
-    Tokens,
-)
+from sortedrl.core import Change, Prompt, Request, RequestStarted, Segment, Tokens
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
 from sortedrl.engines.step_time import StepTime
 
@@ -34,10 +26,6 @@ def request(id: int, length: int, *, prompt: int = 1, name: str = "", prefix: in
     return Request(id, Prompt(name or str(id), range(prompt)), segments, 1000, seed=length)
 
 
-def ends(changes: list[Change]) -> dict[int, float]:
-    return {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
-
-
 def starts(changes: list[Change]) -> list[tuple[int, float]]:
     return [(change.id, pytest.approx(change.at)) for change in changes if isinstance(change, RequestStarted)]
 
@@ -48,7 +36,7 @@ def starts(changes: list[Change]) -> list[tuple[int, float]]:
 def test_one_step_serves_several_prefills_and_generates_their_first_tokens() -> None:
     one = engine()
     one.submit([request(0, 1, prompt=4), request(1, 3, prompt=4)])
-    assert ends(to_end(one)) == pytest.approx({0: 3.8, 1: 5.8})
+    assert dict(ends(to_end(one))) == pytest.approx({0: 3.8, 1: 5.8})
 
 
 def test_requests_that_arrive_during_a_step_share_the_next_one_and_its_fixed_cost() -> None:
@@ -60,7 +48,7 @@ def test_requests_that_arrive_during_a_step_share_the_next_one_and_its_fixed_cos
     one.submit([request(2, 1, prompt=3)])
     changes += to_end(one)
     assert starts(changes) == [(0, 0.0), (1, 4.1), (2, 4.1)]
-    assert ends(changes) == pytest.approx({1: 4.1 + 3.6, 2: 4.1 + 3.6, 0: 4.1 + 3.6 + 2.0})
+    assert dict(ends(changes)) == pytest.approx({1: 4.1 + 3.6, 2: 4.1 + 3.6, 0: 4.1 + 3.6 + 2.0})
 
 
 def test_others_decode_in_the_steps_of_a_long_prefill() -> None:
@@ -70,7 +58,7 @@ def test_others_decode_in_the_steps_of_a_long_prefill() -> None:
     one.poll(until=3.1)
     one.submit([request(1, 1, prompt=25)])
     changes = to_end(one)
-    assert ends(changes) == pytest.approx({0: 3.1 + 3 * 3.0 + 2.5, 1: 3.1 + 3 * 3.0 + 2.5})
+    assert dict(ends(changes)) == pytest.approx({0: 3.1 + 3 * 3.0 + 2.5, 1: 3.1 + 3 * 3.0 + 2.5})
     assert tokens_of(changes, 0) == [0, 1, 2, 3]
 
 
@@ -79,7 +67,7 @@ def test_a_request_takes_its_slot_when_a_step_has_room_for_its_tokens() -> None:
     one.submit([request(id, 1, prompt=10) for id in range(3)])
     changes = to_end(one)
     assert starts(changes) == [(0, 0.0), (1, 4.0), (2, 8.0)]
-    assert ends(changes) == pytest.approx({0: 4.0, 1: 8.0, 2: 12.0})
+    assert dict(ends(changes)) == pytest.approx({0: 4.0, 1: 8.0, 2: 12.0})
 
 
 def test_contexts_that_are_still_prefilled_slow_no_decode_step_down() -> None:
@@ -88,7 +76,7 @@ def test_contexts_that_are_still_prefilled_slow_no_decode_step_down() -> None:
     )  # fmt: skip
     one = engine(step_time=step_time)
     one.submit([request(0, 2, prompt=5)])
-    assert ends(to_end(one)) == pytest.approx({0: 3.0 + 1.06})
+    assert dict(ends(to_end(one))) == pytest.approx({0: 3.0 + 1.06})
 
 
 def test_an_aborted_prefill_leaves_nothing_behind() -> None:
@@ -101,7 +89,7 @@ def test_an_aborted_prefill_leaves_nothing_behind() -> None:
     assert one.running == one._cached == 0
     one.update_weights(None, 1)
     one.submit([request(2, 1, prompt=4)])
-    assert ends(to_end(one)) == pytest.approx({2: 5.0 + 3.4})
+    assert dict(ends(to_end(one))) == pytest.approx({2: 5.0 + 3.4})
 
 
 def test_the_tokens_per_step_must_be_given() -> None:

@@ -25,8 +25,13 @@ def engine(kind: type[SimulatedEngine], slots: int, **options: Any) -> Simulated
 
 
 class TestSimulated(EngineContract):
-    kv_tokens: int | None = None
-    kind: type[SimulatedEngine] = SimulatedEngine
+    @pytest.fixture(autouse=True, params=[SimulatedEngine, ChunkedPrefillEngine, MultiTokenEngine])
+    def _kind(self, request: pytest.FixtureRequest) -> None:
+        self.kind = request.param
+
+    @pytest.fixture(autouse=True, params=[None, 90], ids=["ample memory", "little memory"])
+    def _memory(self, request: pytest.FixtureRequest) -> None:
+        self.kv_tokens = request.param
 
     def make_engine(self, slots: int) -> Engine:
         return self.kind(
@@ -35,26 +40,6 @@ class TestSimulated(EngineContract):
             length_of=lambda request: 20 + request.seed % 13,
             kv_tokens=self.kv_tokens,
         )
-
-
-class TestSimulatedWithLittleMemory(TestSimulated):
-    kv_tokens = 90
-
-
-class TestChunkedPrefill(TestSimulated):
-    kind = ChunkedPrefillEngine
-
-
-class TestChunkedPrefillWithLittleMemory(TestSimulatedWithLittleMemory):
-    kind = ChunkedPrefillEngine
-
-
-class TestSeveralTokensPerStep(TestSimulated):
-    kind = MultiTokenEngine
-
-
-class TestSeveralTokensPerStepWithLittleMemory(TestSimulatedWithLittleMemory):
-    kind = MultiTokenEngine
 
 
 @KINDS

@@ -10,16 +10,14 @@ from typing import Any
 import pytest
 
 from scenarios import run
-from sortedrl.core import (
-    Change,
-    Prompt,
+from sortedrl.core import Change, Prompt, Rollout, Segment
+from sortedrl.core.engine import (
+    Engine,
     Request,
     RequestFailed,
     RequestFinished,
     RequestPreempted,
     RequestStarted,
-    Rollout,
-    Segment,
     Tokens,
 )
 from sortedrl.engines.lengths import LognormalLengths, ReplayedLengths, read_lengths
@@ -40,7 +38,7 @@ def request(id: int, length: int, *, prompt: int = 0, kept: int = 0, max_new_tok
     return Request(id, Prompt(str(id), range(prompt)), segments, max_new_tokens, seed=length)
 
 
-def to_end(engine: SimulatedEngine) -> list[Change]:
+def to_end(engine: Engine) -> list[Change]:
     changes: list[Change] = []
     while new := engine.poll():
         changes += new

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from test_pool import PoolContract
+from test_simulated_engine import ends, engine, request, to_end
 
 from random_runs import case_of, play
 from schedule_rules import check_outcome
-from sortedrl.core import Event, Prompt, Request, Schedule
-from sortedrl.core.engine import Change, Engine, RequestFinished, Tokens
+from sortedrl.core import Event, Schedule
+from sortedrl.core.engine import Engine, Tokens
 from sortedrl.engines.pool_members import even_split, route
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_chunked_prefill import ChunkedPrefillEngine
@@ -24,22 +25,8 @@ PER_ENGINE = 128
 ENGINES = 8
 
 
-def pool(*slots: int, step_time: StepTime | None = None, kind: type[SimulatedEngine] = SimulatedEngine, **options: Any):
-    step_time = step_time or linear(1.0, 0.0)
-    return SimulatedPool(
-        [kind(slots=n, step_time=step_time, length_of=lambda request: request.prompt.payload, **options) for n in slots]
-    )
-
-
-def request(id: int, length: int, prompt_tokens: int = 0) -> Request:
-    return Request(id, Prompt(str(id), range(prompt_tokens), length), (), 10_000, 0)
-
-
-def to_end(engine: SimulatedPool) -> list[Change]:
-    changes: list[Change] = []
-    while new := engine.poll():
-        changes += new
-    return changes
+def pool(*slots: int, **options: Any) -> SimulatedPool:
+    return SimulatedPool([engine(count, **options) for count in slots])
 
 
 class TestSimulatedPool(PoolContract):
@@ -47,13 +34,8 @@ class TestSimulatedPool(PoolContract):
     step_time = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefill_token=1e-5)
 
     def make_engine(self, slots: int) -> Engine:
-        sizes = even_split(slots, min(slots, 3))
-        return SimulatedPool(
-            [
-                self.kind(slots=n, step_time=self.step_time, length_of=lambda request: 20 + request.seed % 13)
-                for n in sizes
-            ]
-        )
+        options: dict[str, Any] = {"step_time": self.step_time, "length_of": lambda request: 20 + request.seed % 13}
+        return SimulatedPool([self.kind(slots=n, **options) for n in even_split(slots, min(slots, 3))])
 
 
 class TestSimulatedPoolWithChunkedPrefill(TestSimulatedPool):
@@ -77,36 +59,36 @@ def test_each_engine_has_its_own_step_time() -> None:
     """Two requests on one engine take 3 s per step, on two engines 2 s."""
     step_time = linear(1.0, 1.0)
     one, two = pool(2, step_time=step_time), pool(1, 1, step_time=step_time)
-    for engine, seconds in ((one, 30.0), (two, 20.0)):
-        engine.submit([request(0, 10), request(1, 10)])
-        assert {change.at for change in to_end(engine) if isinstance(change, RequestFinished)} == {seconds}
+    for engines, seconds in ((one, 30.0), (two, 20.0)):
+        engines.submit([request(0, 10), request(1, 10)])
+        assert {at for _, at in ends(to_end(engines))} == {seconds}
 
 
 def test_changes_come_in_time_order_while_another_engine_prefills() -> None:
     """A request of 100 prompt tokens prefills for 10 s; the other engine finishes in the meantime."""
     step_time = replace(linear(1.0, 0.0, per_prefill_token=0.1), prefill_tokens_per_step=50)
-    engine = pool(2, 1, step_time=step_time)
-    engine.submit([request(0, 5, 100), request(1, 3), request(2, 4, 10)])
-    changes = to_end(engine)
+    both = pool(2, 1, step_time=step_time)
+    both.submit([request(0, 5, prompt=100), request(1, 3), request(2, 4, prompt=10)])
+    changes = to_end(both)
     times = [change.at for change in changes]
     assert times == sorted(times)
-    ends = {change.id: change.at for change in changes if isinstance(change, RequestFinished)}
-    assert ends[1] == 3.0 and ends[0] > 10.0
+    ended = dict(ends(changes))
+    assert ended[1] == 3.0 and ended[0] > 10.0
 
 
 def test_a_resumed_request_finds_its_kv_cache_at_home_only() -> None:
     """Engines 0 and 1 have a slot each. The one with the KV cache is taken when the request comes back."""
     for home_is_free in (True, False):
-        engine = pool(1, 1, step_time=linear(1.0, 0.0, per_prefill_token=1.0), reuse_kv_cache=True)
-        engine.submit([request(0, 10, 4)])
-        while engine.now() < 9:
-            engine.poll(until=9.0)
-        (segment,) = [change.segment for change in engine.abort([0]) if isinstance(change, Tokens)]
+        both = pool(1, 1, step_time=linear(1.0, 0.0, per_prefill_token=1.0), reuse_kv_cache=True)
+        both.submit([request(0, 10, prompt=4)])
+        while both.now() < 9:
+            both.poll(until=9.0)
+        (segment,) = [change.segment for change in both.abort([0]) if isinstance(change, Tokens)]
         if not home_is_free:
-            engine.submit([request(1, 100)])  # as loaded as the other one: the first engine gets it
-        began = engine.now()
-        engine.submit([request(0, 10, 4).continued(segment)])
-        (end,) = [change.at for change in to_end(engine) if isinstance(change, RequestFinished) and change.id == 0]
+            both.submit([request(1, 100)])  # as loaded as the other one: the first engine gets it
+        began = both.now()
+        both.submit([request(0, 10, prompt=4).continued(segment)])
+        end = dict(ends(to_end(both)))[0]
         left = 10 - len(segment)
         assert end - began == pytest.approx(left if home_is_free else left + 4 + len(segment))
 

@@ -141,12 +141,13 @@ class MortalPool(Mortal, WatchedPool):
     def lose(self, replica: Replica) -> None:
         """Its requests return to the head of the queue, as in the real pool; their undelivered tokens are lost."""
         self._synchronize(replica)
-        moved = list(replica.entries.values())
+        self._note(replica, replica.engine.take_changes())
+        moved, running = list(replica.entries.values()), set(replica.engine._running)
         ahead = {change.id for change in self._undelivered if change.at > self._now and change.id in replica.entries}
         self._undelivered = [change for change in self._undelivered if change.id not in ahead]
         replica.engine.abort(list(replica.entries))
         for request in moved:
-            if request.id in replica.in_slot - ahead:
+            if request.id in running - ahead:
                 context = len(request.prompt.tokens) + request.prefix_length
                 self._undelivered.append(RequestPreempted(request.id, self._now, context))
             self._remove(replica, request.id)

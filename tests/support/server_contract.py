@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ledgers import begun, completed
 from server_process import ServerProcess
 from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.engine import Engine
@@ -69,13 +70,10 @@ class ServerContract(OnServer, EngineContract):
 
 class ServerTests(OnServer):
     def test_an_end_token_ends_a_response_and_is_part_of_it(self, server: ServerProcess) -> None:
-        reference = Ledger(self.engine_at(server))
-        reference.submit([endless(0, 30, temperature=0.0)])
-        reference.run()
+        reference = completed(self.engine_at(server), [endless(0, 30, temperature=0.0)])
         end = reference.tokens(0)[7]
-        ledger = Ledger(self.engine_at(server, eos=[end]))
-        ledger.submit([endless(0, 30)._replace(sampling=Sampling(temperature=0.0))])
-        ledger.run()
+        ends = endless(0, 30)._replace(sampling=Sampling(temperature=0.0))
+        ledger = completed(self.engine_at(server, eos=[end]), [ends])
         assert ledger.finished == {0: False}
         assert ledger.tokens(0) == reference.tokens(0)[: reference.tokens(0).index(end) + 1]
 
@@ -103,10 +101,9 @@ class ServerTests(OnServer):
         engine.close()
 
     def test_a_new_version_may_come_without_new_weights(self, server: ServerProcess) -> None:
-        ledger = Ledger(self.engine_at(server))
-        ledger.engine.update_weights(None, 7)
-        ledger.submit([endless(0, 5)])
-        ledger.run()
+        engine = self.engine_at(server)
+        engine.update_weights(None, 7)
+        ledger = completed(engine, [endless(0, 5)])
         assert [segment.version for segment in ledger.segments[0]] == [7] * len(ledger.segments[0])
 
     @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -114,11 +111,10 @@ class ServerTests(OnServer):
         self, server: ServerProcess, model: tuple[Path, Any], temperature: float
     ) -> None:
         learner = model[1]
-        ledger = Ledger(self.engine_at(server))
-        ledger.engine.update_weights(dict(learner.named_parameters()), 1)
+        engine = self.engine_at(server)
+        engine.update_weights(dict(learner.named_parameters()), 1)
         prompt = [5, 6, 7]
-        ledger.submit([Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
-        ledger.run()
+        ledger = completed(engine, [Request(0, Prompt("p", prompt), (), 12, 0, Sampling(temperature=temperature))])
         expected = logprobs_of(learner, temperature)(prompt, ledger.tokens(0))
         assert ledger.logprobs(0) == pytest.approx(expected, abs=10 * self.tolerance)
 
@@ -178,10 +174,8 @@ class ServerEnds(OnServer):
     ) -> None:
         """In a pool the other server goes on with its requests; alone, the engine says that it died."""
         alone = Ledger(self.engine_at(doomed, slots=2))
-        pooled = Ledger(Pool([self.engine_at(doomed, slots=2), self.engine_at(server, slots=2)]))
-        pooled.submit([endless(id, ENDLESS) for id in range(8)])
-        while min(len(pooled.tokens(id)) for id in range(4)) < 5:
-            pooled.apply(pooled.engine.poll())
+        pool = Pool([self.engine_at(doomed, slots=2), self.engine_at(server, slots=2)])
+        pooled = begun(pool, [endless(id, ENDLESS) for id in range(8)], tokens=5)
         alone.submit([endless(id, ENDLESS) for id in range(1000)])  # more than it can have done
         while not alone.tokens(1):
             alone.apply(alone.engine.poll())
@@ -196,7 +190,7 @@ class ServerEnds(OnServer):
         assert alone.engine.abort(range(1000)) == []
         with pytest.raises(EngineDied, match=doomed.url):
             alone.engine.submit([endless(5, 3)])
-        pooled.engine.close()  # type: ignore[attr-defined]
+        pool.close()
 
     def test_weights_that_do_not_load_end_the_engine(self, server: ServerProcess, model: tuple[Path, Any]) -> None:
         """The server stays paused, with some of the new weights."""

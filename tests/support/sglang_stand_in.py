@@ -35,14 +35,12 @@ class SglangStandIn(NastyServer):
         incremental: bool = True,
         max_running_requests: int = 64,
         runs_at_once: int = 64,
-        max_length: int = 256,
         step_seconds: float = 0.0,
         api_key: str | None = None,
     ) -> None:
         self.model = model
         self.incremental = incremental
         self.max_running_requests = max_running_requests
-        self.max_length = max_length
         self.step_seconds = step_seconds
         self.api_key = api_key
         self.bodies: list[dict[str, Any]] = []
@@ -88,7 +86,7 @@ class SglangStandIn(NastyServer):
             "num_waiting_reqs": len(self._open) - self._running,
             "max_running_requests": self.max_running_requests,
         }
-        info = {"max_req_input_len": self.max_length, "startup_time": {"e2e": self.started}}
+        info = {"max_req_input_len": 256, "startup_time": {"e2e": self.started}}
         return super().answers() | {"/server_info": info, "/v1/loads": {"loads": [load]}}
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -96,23 +94,16 @@ class SglangStandIn(NastyServer):
         self.bodies.append(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        if len(body["input_ids"]) > self.max_length:
-            message = (
-                f"The input ({len(body['input_ids'])} tokens) is longer than the limit of {self.max_length} tokens."
-            )
-            error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
-            await _send(response, {"error": error})
-        else:
-            self._open.add(body["rid"])
-            try:
-                async with self._slots:
-                    self._running += 1
-                    try:
-                        await self._respond(response, body)
-                    finally:
-                        self._running -= 1
-            finally:
-                self._open.discard(body["rid"])
+        self._open.add(body["rid"])
+        try:
+            async with self._slots:
+                self._running += 1
+                try:
+                    await self._respond(response, body)
+                finally:
+                    self._running -= 1
+        finally:
+            self._open.discard(body["rid"])
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -136,7 +127,8 @@ class SglangStandIn(NastyServer):
                     reason = {"type": "length", "length": len(made)}
                 if reason is not None and self.calls_ends_aborts:
                     self.held_ends += 1
-                    await self._until_aborted(body["rid"])
+                    while not self._is_aborted(body["rid"]):
+                        await asyncio.sleep(0.01)
                     reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
             shown = fresh if self.incremental else made
             about = {
@@ -151,10 +143,6 @@ class SglangStandIn(NastyServer):
 
     def _is_aborted(self, name: str) -> bool:
         return any(name.startswith(prefix) for prefix in self._aborted)
-
-    async def _until_aborted(self, name: str) -> None:
-        while not self._is_aborted(name):
-            await asyncio.sleep(0.01)
 
     def _next(self, context: list[int], parameters: dict[str, Any], seed: int) -> tuple[int, float]:
         temperature = parameters["temperature"]

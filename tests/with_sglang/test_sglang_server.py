@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from ledgers import completed
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests
 from server_process import ServerProcess, serving
 from sortedrl.core import Request
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.servers.sglang import SglangEngine
-from sortedrl.testing.engine_contract import Ledger
 from tiny_llama import ON_GPU, tiny_model
 from weight_handles import GPU, fabricated
 
@@ -81,10 +81,8 @@ class TestServer(ServerTests):
     tolerance = 0.1 if ON_GPU else 1e-3
 
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
-        ledger = Ledger(self.engine_at(server))
         too_long = Request(0, Prompt("long", [3] * 300), (), 4, 0)
-        ledger.submit([too_long, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
-        ledger.run()
+        ledger = completed(self.engine_at(server), [too_long, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
         assert list(ledger.finished) == [2] and set(ledger.failed) == {0}
         assert "the server refused it" in ledger.failed[0] and "length" in ledger.failed[0]
 

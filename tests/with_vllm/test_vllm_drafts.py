@@ -17,6 +17,7 @@ import torch
 from test_vllm_engine import BASE, TOLERANCE, Numbers, engine_of
 from vllm.v1.sample import rejection_sampler
 
+from ledgers import completed
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, Request, Sampling
 from sortedrl.core.rollout import Prompt
@@ -83,10 +84,7 @@ def greedy(id: int, max_new_tokens: int, **sampling: Any) -> Request:
 
 
 def run(engine: VllmEngine, *requests: Request) -> Ledger:
-    ledger = Ledger(engine)
-    ledger.submit(requests)
-    ledger.run()
-    return ledger
+    return completed(engine, requests)
 
 
 def foretell(engine: VllmEngine, request: Request) -> list[int]:
@@ -292,9 +290,9 @@ class TestDistribution:
 
     def sampled(self, engine: VllmEngine, temperature: float = 1.0) -> tuple[np.ndarray, Ledger]:
         sampling = Sampling(temperature=temperature, ignore_eos=True)
-        ledger = Ledger(engine)
-        ledger.submit([Request(i, Prompt("p", [3, 4, 5, 6]), (), POSITIONS, i, sampling) for i in range(RESPONSES)])
-        ledger.run()
+        ledger = completed(
+            engine, [Request(i, Prompt("p", [3, 4, 5, 6]), (), POSITIONS, i, sampling) for i in range(RESPONSES)]
+        )
         return np.array([ledger.tokens(i) for i in range(RESPONSES)]), ledger
 
     def test_drafts_change_no_position_and_no_log_probability(self, model: tuple[Path, Any]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_vllm_engine import DTYPE, TOLERANCE
 
+from ledgers import completed
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests, endless
 from server_process import ServerProcess, serving
 from sortedrl.cli import main
@@ -92,11 +93,10 @@ def test_a_server_with_drafts(model: tuple[Path, Any], tmp_path: Path, monkeypat
                 VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2])
             monkeypatch.setattr(vllm_server, "refused_drafts_of_server", lambda *_, **__: None)
         engine = VllmServerEngine(server.url, slots=SLOTS, eos_token_ids=[2])
-        ledger = Ledger(engine)
         greedy = Sampling(temperature=0.0, ignore_eos=True)
         prompts = [[5, 6, 7], [9] * 20, [11, 12] * 8]
-        ledger.submit([Request(i, Prompt(str(i), prompt), (), 61 + i, i, greedy) for i, prompt in enumerate(prompts)])
-        ledger.run()
+        asked = [Request(i, Prompt(str(i), prompt), (), 61 + i, i, greedy) for i, prompt in enumerate(prompts)]
+        ledger = completed(engine, asked)
         for i, prompt in enumerate(prompts):
             assert len(ledger.tokens(i)) == 61 + i and ledger.finished[i]
             expected = logprobs_of(model[1])(prompt, ledger.tokens(i))
@@ -119,10 +119,7 @@ class TestServer(ServerTests):
 
     def test_seeds_repeat_a_response_and_a_resume_does_not_replay_its_noise(self, server: ServerProcess) -> None:
         def run(*requests: Request) -> Ledger:
-            ledger = Ledger(self.engine_at(server, slots=1, seeded=True))
-            ledger.submit(requests)
-            ledger.run()
-            return ledger
+            return completed(self.engine_at(server, slots=1, seeded=True), requests)
 
         request = endless(0, 40)
         first, second = run(request), run(request)
@@ -144,11 +141,10 @@ class TestServer(ServerTests):
         assert hits_of_a_repeated_prompt(None) > 0 == hits_of_a_repeated_prompt(5)
 
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
-        ledger = Ledger(self.engine_at(server))
         too_long = Request(0, Prompt("long", [3] * (MAX_LENGTH + 10)), (), 4, 0)
         nothing = Request(1, Prompt("nothing", []), (), 4, 0)
-        ledger.submit([too_long, nothing, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
-        ledger.run()
+        asked = [too_long, nothing, Request(2, Prompt("good", [3, 4]), (), 4, 0)]
+        ledger = completed(self.engine_at(server), asked)
         assert list(ledger.finished) == [2] and set(ledger.failed) == {0, 1}
         assert f"longer than the maximum model length of {MAX_LENGTH}" in ledger.failed[0]
         assert all("the server refused it" in reason for reason in ledger.failed.values())
@@ -175,6 +171,15 @@ class TestServer(ServerTests):
             assert all(len(ledger.tokens(id)) == 240 for id in ids)
             first_id = ids.stop
         assert preempted_midway
+
+
+def metrics_of(run: Path, updates: int) -> dict[str, Any]:
+    """Of a whole run in which engine and learner had the same weights at each of so many updates."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    checked = [line for line in lines if "weight_difference" in line]
+    assert len(checked) == updates
+    assert all(line["weight_difference"] < 1e-2 and 0 <= line.get("mismatch_kl", 0.0) < 1e-3 for line in checked)
+    return dict(json.loads((run / "summary.json").read_text())["metrics"])
 
 
 OVERLAP = ["--overlap", "--max-staleness", "4"]
@@ -207,11 +212,7 @@ def test_training_with_a_server(
         assert "requires an API key" in capsys.readouterr().err
         monkeypatch.setenv(VARIABLE, "sk-a-b")
         assert main(["train", *at, *small, *flags, "--updates", "4", "--out", str(tmp_path / "run")]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "weight_difference" in line]
-    assert len(updates) == 4
-    assert all(update["weight_difference"] < 1e-2 and 0 <= update.get("mismatch_kl", 0.0) < 1e-3 for update in updates)
-    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    run_metrics = metrics_of(tmp_path / "run", updates=4)
     assert ("learner" in run_metrics["idle_parts"]) != ("--overlap" in flags)
     if flags != [*OVERLAP, "--stream"]:  # a slow learner leaves nothing to stream: the next update is complete by then
         assert (run_metrics["streamed_fraction"] > 0) == ("--stream" in flags)
@@ -227,11 +228,7 @@ def test_rollouts_of_several_turns_with_a_server(tmp_path: Path, flags: list[str
         at = ["--engine", "vllm-server", "--engine-urls", server.url, "--task-options", "count", "400"]
         words = ["train", *at, *small, "--scoring", "background", *flags, "--out", str(tmp_path / "run")]
         assert main(words) == 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    updates = [line for line in lines if "weight_difference" in line]
-    assert len(updates) == 3
-    assert all(update["weight_difference"] < 1e-2 and 0 <= update.get("mismatch_kl", 0.0) < 1e-3 for update in updates)
-    run_metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    run_metrics = metrics_of(tmp_path / "run", updates=3)
     assert run_metrics["rejected"] == 0 and run_metrics["turns_mean"] > 1 and run_metrics["environment_tokens"] > 0
 
 

@@ -7,7 +7,6 @@ request's seed, as lengths do (lengths.py).
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from sortedrl.core.engine import Request
 from sortedrl.core.events import Event
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.lengths import LengthOf, ReplayedLengths, normal, number_of
+from sortedrl.engines.lengths import LengthOf, ReplayedLengths, normal, number_of, remembered
 from sortedrl.log.reading import read_intact
 
 
@@ -106,18 +105,13 @@ def place_of(segments: Iterable[Segment]) -> tuple[int, int]:
 
 def end_of_turn(episodes: EpisodeOf) -> Callable[[Request], int]:
     """For the simulated engine: the length of the response at the end of the turn that a request runs."""
-    drawn = remembered_episodes(episodes)
+    drawn = remembered(episodes)
 
     def end(request: Request) -> int:
         turn, start = place_of(request.prefix)
         return start + drawn(request.prompt, request.seed).turns[turn]
 
     return end
-
-
-def remembered_episodes(episodes: EpisodeOf) -> EpisodeOf:
-    """The same episodes with a cache: every turn asks again."""
-    return lru_cache(maxsize=1 << 14)(episodes)
 
 
 # The log of a run

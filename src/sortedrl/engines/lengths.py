@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import NormalDist
+from typing import TypeVar
 
 from sortedrl.core.engine import Change, Engine, ForwardingEngine, Request, RequestFinished
 from sortedrl.core.engine_checks import checked_changes
@@ -25,6 +26,7 @@ from sortedrl.core.seeds import derive_seed, mixing
 from sortedrl.engines.step_time import delimiter_of
 
 LengthOf = Callable[[Prompt, int], int]  # prompt, seed -> tokens
+Drawn = TypeVar("Drawn")
 MOST_TOKENS = 10_000_000  # anything longer is an error in the file
 MOST_CSV_FIELD = 1 << 30  # characters: a file may have the responses in a column beside their lengths
 CSV_ENDINGS = (".csv", ".tsv")
@@ -144,7 +146,17 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, object]]:
             return
     for number, line in enumerate(io.StringIO(text, newline=None), start=1):
         if line.strip():
-            yield f"line {number}", _parsed(line, number, path)
+            try:
+                value = json.loads(line)
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # or thousands of digits, or deeply nested lists
+                why = str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    why = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+                raise ValueError(f"{path}, line {number}: {why}") from None
+            yield f"line {number}", value
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[tuple[str, object]]:
@@ -178,17 +190,6 @@ def _first_of(names: tuple[str, ...], found: Collection[object]) -> str | None:
     return next((name for name in names if name in found), None)
 
 
-def _parsed(line: str, number: int, path: Path) -> object:
-    try:
-        value: object = json.loads(line)
-    except (ValueError, RecursionError) as error:  # or a number with thousands of digits, or deeply nested lists
-        why = str(error)
-        if isinstance(error, json.JSONDecodeError):
-            why = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-        raise ValueError(f"{path}, line {number}: {why}") from None
-    return value
-
-
 def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[str, object, object, object]]:
     """Place, prompt (None if it has none), length, and reward (None if unknown) of each response of a row."""
     if not isinstance(value, dict):
@@ -209,9 +210,9 @@ def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[str, ob
         yield place, place if prompt is None else str(value[prompt]), one, its_reward
 
 
-def remembered(lengths: LengthOf) -> LengthOf:
-    """The same lengths with a cache: a resumed rollout asks again. Lengths that have a cache stay as they are."""
-    return lengths if hasattr(lengths, "cache_info") else lru_cache(maxsize=1 << 14)(lengths)
+def remembered(drawn: Callable[[Prompt, int], Drawn]) -> Callable[[Prompt, int], Drawn]:
+    """The same lengths or episodes with a cache: every resume and turn asks again. What has a cache stays as it is."""
+    return drawn if hasattr(drawn, "cache_info") else lru_cache(maxsize=1 << 14)(drawn)
 
 
 @lru_cache(maxsize=4)

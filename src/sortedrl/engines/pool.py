@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from sortedrl.core.engine import (
@@ -145,18 +146,15 @@ class Pool(EngineBase):
             self._version, self._was_updated = version, True
             for member in self._members:
                 member.has_weights = True
-
-            def update(engine: EngineBase) -> None:
-                engine.update_weights(weights, version)
-
+            update = methodcaller("update_weights", weights, version)
             self._wait_for([self._call(member, update, loses_on_any_error=True) for member in self._present()])
             self._raise_if_none_works(f"the weight update to version {version} failed on every engine: ")
 
     def sleep(self) -> None:
-        self._send_to_sleep(lambda engine: engine.sleep())
+        self._send_to_sleep(methodcaller("sleep"))
 
     def sleep_until_update(self) -> None:
-        self._send_to_sleep(lambda engine: engine.sleep_until_update())
+        self._send_to_sleep(methodcaller("sleep_until_update"))
 
     def _send_to_sleep(self, sleep: Callable[[EngineBase], None]) -> None:
         with self._lock:
@@ -222,8 +220,8 @@ class Pool(EngineBase):
                 with self._lock:
                     while not (self._is_closed or member.lost or member.calls or member.entries):
                         member.news.wait()
-                    if member.only_listens:
-                        member.news.wait(_SLICE_SECONDS)
+                    if member.engine.deliver_to is not None and not (member.lost or member.calls or member.inbox):
+                        member.news.wait(_SLICE_SECONDS)  # it delivers its changes, and there is nothing to tell it
                     if self._is_closed or member.lost:
                         return
                     new = [entry.remaining(self._version) for entry in member.inbox]
@@ -240,7 +238,9 @@ class Pool(EngineBase):
                         self._move_waiting(member)
                     else:
                         member.calls.popleft()
-                        self._take_back(member, call.gives_back)
+                        given = [entry for id in call.gives_back if (entry := member.entries.pop(id, None)) is not None]
+                        self._requeue(given)
+                        self._dispatch()
                         call.done = True
                         self._news.notify_all()
         except BaseException as caught:  # also SystemExit: the pool would wait for this thread forever
@@ -374,10 +374,6 @@ class Pool(EngineBase):
         waiting = [id for id, e in member.entries.items() if not (e.in_slot or e.unwanted or e in member.inbox)]
         if waiting[:room]:
             self._call(member, _abort_of(waiting[:room]), gives_back=waiting[:room])
-
-    def _take_back(self, member: Member, ids: Sequence[int]) -> None:
-        self._requeue([entry for id in ids if (entry := member.entries.pop(id, None)) is not None])
-        self._dispatch()
 
     def _requeue(self, entries: Iterable[Entry]) -> int:
         """Requests that left their member go to the head of the queue; returns how many."""

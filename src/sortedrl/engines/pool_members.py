@@ -96,11 +96,6 @@ class Member(HasSlots):
         return checked_changes(self.engine, "poll", self.engine.poll(self.engine.now() + seconds))
 
     @property
-    def only_listens(self) -> bool:
-        """It delivers its changes, and there is nothing to tell it."""
-        return self.engine.deliver_to is not None and not (self.lost or self.calls or self.inbox)
-
-    @property
     def is_working(self) -> bool:
         return self.lost is None and self.has_weights
 

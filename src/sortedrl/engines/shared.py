@@ -1,12 +1,14 @@
-"""What our engines of real models share: refusals, stop strings, reuse of stale KV cache, tied output layers."""
+"""What our engines of real models share: refusals, stop strings, reports, reuse of stale KV cache, tied output
+layers."""
 
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from typing import Any
 
-from sortedrl.core.engine import Request
+from sortedrl.core.engine import Change, EngineBase, EngineDied, Request, RequestFailed, Tokens
+from sortedrl.core.rollout import Segment
 from sortedrl.core.wording import counted
 
 _VERBATIM = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}  # decode every character
@@ -60,6 +62,8 @@ def unknown_token(request: Request, vocabulary: int) -> str | None:
 
 # Stop strings
 
+StopWatch = Callable[[Sequence[int]], bool]  # whether the last of these tokens completes a stop string
+
 
 @dataclass(frozen=True)
 class StopStrings:
@@ -94,22 +98,75 @@ class StopStrings:
 
 
 class StopWatches:
-    """The detectors of requests with stop strings; requests with the same strings share one."""
+    """Requests with the same stop strings share a detector."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._watches: dict[tuple[str, ...], StopStrings] = {}
+        self._detector_of = cache(partial(StopStrings, tokenizer))
 
-    def of(self, request: Request) -> StopStrings | None:
-        """None if it has none. Raises a ValueError if they cannot be used."""
+    def of(self, request: Request) -> StopWatch | None:
+        """For the tokens that follow its prefix; None if it has no stop strings. Raises a ValueError if they cannot be
+        used."""
         strings = request.sampling.stop_strings
         if not strings or request.sampling.ignore_eos:
             return None
         if self._tokenizer is None:
             raise ValueError(f"stop_strings = {strings} are text, but the engine has no tokenizer: pass tokenizer=...")
-        if strings not in self._watches:
-            self._watches[strings] = StopStrings(self._tokenizer, strings)
-        return self._watches[strings]
+        return partial(self._detector_of(strings).completed_by_last, request.turn_tokens)
+
+
+# Engines in this process
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Decoding:
+    """A request with its undelivered tokens."""
+
+    request: Request
+    stop_watch: StopWatch | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def ends_with_stop_string(self) -> bool:
+        return self.stop_watch is not None and bool(self.tokens) and self.stop_watch(self.tokens)
+
+
+class LocalEngine(EngineBase):
+    """Collects changes until they are reported. Subclasses set `_died` to the reason when they cannot go on."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.version = 0
+        self._stop_watches = StopWatches(tokenizer)
+        self._unreported: list[Change] = []
+        self._died: str | None = None
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def _require_usable(self, requests: Sequence[Request], inside: Container[int]) -> None:
+        """Before any of them is in the engine."""
+        require_new(requests, inside)
+        for request in requests:
+            self._stop_watches.of(request)
+
+    def _deliver(self, one: Decoding) -> None:
+        if one.tokens:
+            segment = Segment(tokens=one.tokens, logprobs=one.logprobs, version=self.version)
+            self._unreported.append(Tokens(one.request.id, self.now(), segment))
+
+    def _fail(self, request: Request, reason: str) -> None:
+        self._unreported.append(RequestFailed(request.id, self.now(), reason))
+
+    def _report(self, until: float | None = None, *, is_idle: bool = False) -> list[Change]:
+        """The changes since the last report. If there are none, an idle engine sleeps until then."""
+        if is_idle and until is not None and not self._unreported:
+            time.sleep(max(0.0, until - self.now()))
+        changes, self._unreported = self._unreported, []
+        return changes
+
+    def _raise_if_dead(self) -> None:
+        if self._died is not None:
+            raise EngineDied(self._died)
 
 
 # KV cache and weights

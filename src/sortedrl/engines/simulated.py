@@ -68,7 +68,7 @@ class SimulatedEngine(VirtualTimeEngine):
         prefix_cache: bool = False,
         kv_block_tokens: int | None = None,
         schedules_ahead: bool = False,
-        lost_after: Callable[[Request], int | None] | None = None,  # tokens after which it fails
+        lost_after: Callable[[Request], int | None] = lambda request: None,  # tokens after which it fails
     ) -> None:
         super().__init__()  # `_now` may be within a step
         self.slots = checked_slots(slots)
@@ -109,7 +109,7 @@ class SimulatedEngine(VirtualTimeEngine):
         for request in requests:
             first, max_new_tokens = request.prefix_length, request.max_new_tokens
             wanted = max(1, self._length_of(request) - first)
-            lost = self._lost_after(request) if self._lost_after else None
+            lost = self._lost_after(request)
             if max_new_tokens < 1 or lost == 0:
                 self._fail(request.id, now, "max_new_tokens is 0" if max_new_tokens < 1 else "lost by the engine")
                 continue
@@ -145,7 +145,7 @@ class SimulatedEngine(VirtualTimeEngine):
         self.pass_time(self._weight_update_seconds)
 
     def _has_work(self) -> bool:
-        return bool(self._running or self._queue)
+        return bool(self.running or self._queue)
 
     # Virtual time
 
@@ -350,7 +350,7 @@ class SimulatedEngine(VirtualTimeEngine):
             if self._prefix_cache:
                 self._turns.keep(id, run.size + made)
             self._deliver(run, made, at, self._undelivered)
-            lost = self._lost_after(run.request) if self._lost_after else None
+            lost = self._lost_after(run.request)
             if lost is not None and made >= lost:
                 self._fail(id, at, "lost by the engine")
             else:

@@ -46,9 +46,6 @@ class ChunkedPrefillEngine(SimulatedEngine):
         self._preempted_at = None  # the step is lost
         return changes
 
-    def _has_work(self) -> bool:
-        return bool(self._running or self._prefills or self._queue)
-
     def _admit(self) -> None:
         """Nothing: requests start at the start of a step."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, RequestStarted
 from sortedrl.engines.pool_members import HasSlots, route
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.virtual_time import VirtualTimeEngine
@@ -32,7 +32,6 @@ class Replica(HasSlots):
         self.place = place
         self.slots = engine.slots
         self.entries: dict[int, Request] = {}
-        self.in_slot: set[int] = set()
 
 
 class SimulatedPool(VirtualTimeEngine):
@@ -144,22 +143,15 @@ class SimulatedPool(VirtualTimeEngine):
         self._touched[replica] = None
         for change in changes:
             kind = type(change)
-            if kind is RequestStarted:
-                replica.in_slot.add(change.id)
-                self._undelivered.append(change)
-                continue
-            if change.at > self._now:  # of a request that fails at once, in an engine that is ahead
-                change = change._replace(at=self._now)
-            if kind is RequestPreempted:
-                replica.in_slot.discard(change.id)
-            elif kind is RequestFinished or kind is RequestFailed:
+            if change.at > self._now and kind is not RequestStarted:
+                change = change._replace(at=self._now)  # of a request that fails at once, in an engine that is ahead
+            if kind is RequestFinished or kind is RequestFailed:
                 self._remove(replica, change.id)
                 self._has_ended = True
             self._undelivered.append(change)
 
     def _remove(self, replica: Replica, id: int) -> None:
         if replica.entries.pop(id, None) is not None:
-            replica.in_slot.discard(id)
             del self._replica_of[id]
             self._home_of[id] = replica
 

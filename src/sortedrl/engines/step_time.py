@@ -85,16 +85,12 @@ def linear(
     return StepTime(((0, fixed), (128, fixed + 128 * per_request)), per_cached_token, per_prefill_token, source)
 
 
-_H200_8B = ((1, 0.0050), (16, 0.0051), (32, 0.0054), (64, 0.0056), (128, 0.0068))
-_A100_8B = ((1, 0.0097), (32, 0.0109), (64, 0.0112), (128, 0.0132), (256, 0.0195), (512, 0.0347))
-_H100_7B = ((1, 0.0056), (32, 0.0058), (64, 0.0059), (128, 0.0064), (256, 0.0092), (512, 0.0120))
-
 PRESETS: dict[str, StepTime] = {
     "memory-bound": linear(1.0, 1 / 128, source="t = 1 + r/128, prefill free"),
     "compute-bound": linear(0.164, 1 / 128, source="t = 0.164 + r/128, prefill free"),
     # How close it is: docs/my_lengths.md
     "h200-8b": StepTime(
-        _H200_8B,
+        ((1, 0.0050), (16, 0.0051), (32, 0.0054), (64, 0.0056), (128, 0.0068)),
         3e-8,
         2.7e-5,
         source="mean of two profiles, vLLM 0.25.1, LLaMA-3.1-8B shape, one H200",
@@ -102,14 +98,14 @@ PRESETS: dict[str, StepTime] = {
         measured_to=128,
     ),
     "a100-8b": StepTime(
-        _A100_8B,
+        ((1, 0.0097), (32, 0.0109), (64, 0.0112), (128, 0.0132), (256, 0.0195), (512, 0.0347)),
         8e-8,
         4e-5,
         source="Vidur's tables, Llama-3-8B on A100; 0.08 us per cached token; prefill estimated",
         measured_to=512,
     ),
     "h100-7b": StepTime(
-        _H100_7B,
+        ((1, 0.0056), (32, 0.0058), (64, 0.0059), (128, 0.0064), (256, 0.0092), (512, 0.0120)),
         5e-8,
         2e-5,
         source="Vidur's tables, Llama-2-7B on H100; cached tokens and prefill estimated",
@@ -118,7 +114,7 @@ PRESETS: dict[str, StepTime] = {
 }
 
 
-def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str = "") -> StepTime:
+def fit(points: Sequence[Point], source: str = "") -> StepTime:
     """Least squares of the relative error of t = a + b running + c cached, with coefficients >= 0."""
     if len(points) < 3:
         raise ValueError(f"{counted(len(points), 'measured point')}, but a fit needs at least 3")
@@ -131,7 +127,7 @@ def fit(points: Sequence[Point], *, per_prefill_token: float = 0.0, source: str 
         del columns[solution.index(min(solution))]
     coefficient = dict(zip(columns, solution, strict=True))
     a, b, c = (max(0.0, coefficient.get(column, 0.0)) for column in (0, 1, 2))
-    fitted = linear(a, b, c, per_prefill_token, source or f"fit to {len(points)} points")
+    fitted = linear(a, b, c, source=source or f"fit to {len(points)} points")
     return replace(fitted, measured_to=max(point.running for point in points))
 
 

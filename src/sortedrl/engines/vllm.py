@@ -18,36 +18,23 @@ Works with vLLM 0.25.1 and 0.32.0. `vllm` is imported when the first engine is c
 """
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import (
     Change,
-    EngineBase,
     EngineDied,
     EngineInfo,
     Request,
-    RequestFailed,
     RequestFinished,
     RequestPreempted,
     RequestStarted,
-    Tokens,
 )
-from sortedrl.core.rollout import Segment
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.shared import (
-    KVCacheReuse,
-    StopStrings,
-    StopWatches,
-    refusal,
-    require_empty,
-    require_new,
-    with_output_layer,
-)
+from sortedrl.engines.shared import Decoding, KVCacheReuse, LocalEngine, refusal, require_empty, with_output_layer
 from sortedrl.engines.speculative import DraftCounts, check_speculative_config, own_drafter, require_exact_checks
 from sortedrl.settings.install_hint import install_hint
 
@@ -61,21 +48,16 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 _SEED_BITS = 63
 
 
-@dataclass(slots=True, eq=False)
-class _Inside:
-    """A request in vLLM under its vLLM request id, with its undelivered tokens."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Inside(Decoding):
+    """A request in vLLM under its vLLM request id."""
 
     name: str
-    request: Request
     prefix: list[int]
-    turn: list[int]  # the part of the prefix that belongs to the current turn
-    stop_strings: StopStrings | None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
     def add_several(self, tokens: list[int], logprobs: list[float]) -> None:
         """The tokens of one step, up to the one that completes a stop string."""
-        if self.stop_strings is None:
+        if self.stop_watch is None:
             self.tokens += tokens
             self.logprobs += logprobs
             return
@@ -85,12 +67,8 @@ class _Inside:
             if self.ends_with_stop_string():
                 return
 
-    def ends_with_stop_string(self) -> bool:
-        assert self.stop_strings is not None
-        return bool(self.tokens) and self.stop_strings.completed_by_last(self.turn, self.tokens)
 
-
-class VllmEngine(EngineBase):
+class VllmEngine(LocalEngine):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `options` are passed to vLLM's EngineArgs: gpu_memory_utilization, dtype, load_format, enforce_eager ...
@@ -118,8 +96,8 @@ class VllmEngine(EngineBase):
             raise ConfigurationError("engine_options", both, why, "Leave one out.")
         _refuse(options)
         check_speculative_config(options, seeded=seeded, enable_sleep_mode=enable_sleep_mode)
+        super().__init__(tokenizer)
         self.slots = slots
-        self.version = 0
         self.inside_seconds: float = 0.0
         self.reused_kv_tokens = 0  # of resumed requests: tokens whose KV was cached, so they were not prefilled again
         self._eos = sorted(set(eos_token_ids))
@@ -129,15 +107,12 @@ class VllmEngine(EngineBase):
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self._asleep: list[str] = []  # parts of memory that are freed
         self._has_weights = True
-        self._died: str | None = None
         self._made = 0  # requests so far: vLLM's request ids must not repeat
         self._inside: dict[str, _Inside] = {}  # by vLLM request id
         self._name_of: dict[int, str] = {}  # by request id
         self._running: set[str] = set()
         self._outputs: Sequence[Any] = ()  # of the last step
         self._followed: list[Any] = []  # vLLM's running batch at the last check
-        self._unreported: list[Change] = []
-        self._stop_watches = StopWatches(tokenizer)
         self._llm = _started_vllm(
             model=model,
             max_num_seqs=slots,
@@ -161,13 +136,8 @@ class VllmEngine(EngineBase):
         if self._own_drafter is not None:
             self.draft_counts = self._own_drafter.counts
 
-    def now(self) -> float:
-        return time.perf_counter()
-
     def submit(self, requests: Sequence[Request]) -> None:
-        require_new(requests, self._name_of)
-        for request in requests:
-            self._stop_watches.of(request)  # an error must not leave half of the requests in the engine
+        self._require_usable(requests, self._name_of)
         self._require_weights()
         self._raise_if_dead()
         self._wake()
@@ -176,22 +146,19 @@ class VllmEngine(EngineBase):
             if reason is None:
                 reason = self._add(request)
             if reason is not None:
-                self._unreported.append(RequestFailed(request.id, self.now(), reason))
+                self._fail(request, reason)
 
     def poll(self, until: float | None = None) -> list[Change]:
         if not self._unreported:
             self._raise_if_dead()
         while self._inside and not self._unreported and (until is None or self.now() < until):
             self._step()
-        if until is not None and not self._inside and not self._unreported:
-            time.sleep(max(0.0, until - self.now()))
-        return self._report()
+        return self._report(until, is_idle=not self._inside)
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
         leaving = [self._inside[self._name_of[id]] for id in ids if id in self._name_of]
         for inside in leaving:
-            self._deliver(inside)
-            self._tell_drafter(inside, "aborted")
+            self._hand_out(inside, "aborted")
         self._remove(leaving)
         return self._report()
 
@@ -203,7 +170,8 @@ class VllmEngine(EngineBase):
         self._drain()
         self._wake(weights_only=weights is not None)
         if weights is not None:
-            named = self._with_output_layer(weights)
+            is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
+            named = with_output_layer(weights, is_tied=is_tied)
             try:
                 self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             except Exception as error:
@@ -243,8 +211,12 @@ class VllmEngine(EngineBase):
         from vllm.inputs.engine import tokens_input
 
         self._made += 1
-        name, watch = f"{request.id}-{self._made}", self._stop_watches.of(request)
-        inside = _Inside(name, request, request.prefix_tokens, request.turn_tokens, watch)
+        inside = _Inside(
+            name=f"{request.id}-{self._made}",
+            request=request,
+            prefix=request.prefix_tokens,
+            stop_watch=self._stop_watches.of(request),
+        )
         context = [*request.prompt.tokens, *inside.prefix]
         tokens = tokens_input(context, cache_salt=self.kv_cache_reuse.salt(request, self.version))
         with self._in_vllm():
@@ -307,7 +279,7 @@ class VllmEngine(EngineBase):
                 inside.add_several(made, output.new_logprobs.logprobs[:, 0].tolist())
             if output.prefill_stats is not None and inside.prefix:  # with the first token of a request
                 self.reused_kv_tokens += output.prefill_stats.num_cached_tokens
-            if output.finish_reason is not None or (inside.stop_strings is not None and inside.ends_with_stop_string()):
+            if output.finish_reason is not None or (inside.stop_watch is not None and inside.ends_with_stop_string()):
                 ended.append(output)
         return ended
 
@@ -330,22 +302,16 @@ class VllmEngine(EngineBase):
 
     def _end(self, output: Any) -> None:
         inside = self._inside[output.request_id]
-        has_stopped = inside.stop_strings is not None and inside.ends_with_stop_string()  # maybe at its limit
-        reason = "stop" if has_stopped else str(output.finish_reason)
-        self._deliver(inside)
-        self._tell_drafter(inside, "finished")
+        reason = "stop" if inside.ends_with_stop_string() else str(output.finish_reason)
+        self._hand_out(inside, "finished")
         self._remove([inside], abort=output.finish_reason is None)
         if reason in ("stop", "length"):
             self._unreported.append(RequestFinished(inside.request.id, self.now(), truncated=reason == "length"))
         else:
-            self._unreported.append(RequestFailed(inside.request.id, self.now(), f"vLLM ended it: {reason}"))
+            self._fail(inside.request, f"vLLM ended it: {reason}")
 
-    def _deliver(self, inside: _Inside) -> None:
-        if inside.tokens:
-            segment = Segment(tokens=inside.tokens, logprobs=inside.logprobs, version=self.version)
-            self._unreported.append(Tokens(inside.request.id, self.now(), segment))
-
-    def _tell_drafter(self, inside: _Inside, source: str) -> None:
+    def _hand_out(self, inside: _Inside, source: str) -> None:
+        self._deliver(inside)
         if self._own_drafter is not None:
             self._own_drafter.learn(inside.request.prompt.tokens, [*inside.prefix, *inside.tokens], source)
 
@@ -368,10 +334,6 @@ class VllmEngine(EngineBase):
         self._running.clear()
         self._followed = []
 
-    def _raise_if_dead(self) -> None:
-        if self._died is not None:
-            raise EngineDied(self._died)
-
     @contextmanager
     def _in_vllm(self) -> Iterator[None]:
         """Counts the time. An error ends the engine, because vLLM's state is then unknown."""
@@ -384,15 +346,7 @@ class VllmEngine(EngineBase):
         finally:
             self.inside_seconds += self.now() - began
 
-    def _report(self) -> list[Change]:
-        changes, self._unreported = self._unreported, []
-        return changes
-
     # Weights and memory
-
-    def _with_output_layer(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
-        return with_output_layer(weights, is_tied=is_tied)
 
     def _sleep(self, *, keep_weights: bool) -> None:
         if not self._can_sleep or self._asleep:

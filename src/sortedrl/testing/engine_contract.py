@@ -186,10 +186,6 @@ class EngineContract:
         assert list(dict.fromkeys(ledger.started)) == list(range(len(TOKEN_LIMITS)))
         assert ledger.most_running == self.slots
 
-    def test_fewer_requests_than_slots(self) -> None:
-        ledger = self.undisturbed(self.requests(token_limits=(5,)))
-        assert list(ledger.finished) == [0]
-
     def test_requests_that_come_later_join(self) -> None:
         ledger = Ledger(self.make_engine(self.slots))
         ledger.submit(self.requests(token_limits=(20, 2)))

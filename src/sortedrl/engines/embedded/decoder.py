@@ -19,7 +19,6 @@ and the engine keeps contexts of similar length together. On CUDA the step is ca
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sortedrl.core.engine import Request
 from sortedrl.engines.embedded.model import (
     Masks,
     SlotCache,
@@ -43,19 +43,6 @@ _ROWS_PER_BLOCK = 8  # rows that a CPU step reads up to the same length
 _SPAN_QUANTUM = 32  # keys are read up to the longest context, rounded up to this
 _PREFILL_QUANTUM = 16  # prefill contexts are padded to a multiple of this
 _FIRST_CAPACITY = 256  # initial capacity of the cache in tokens per row
-
-
-@dataclass(frozen=True, slots=True)
-class RowStart:
-    """The state with which a row starts or resumes decoding after its prefill."""
-
-    row: int
-    last_token: int
-    position: int  # of the last token in the context
-    drawn: int  # response tokens so far: the position that determines the noise
-    seed: int
-    temperature: float
-    top_p: float
 
 
 class SlotDecoder:
@@ -110,12 +97,13 @@ class SlotDecoder:
         self._forward.fill(tokens, positions[None], self._prefill_masks(length))
 
     @torch.inference_mode()
-    def begin(self, starts: Sequence[RowStart]) -> None:
-        """Decode these rows from the next step on."""
+    def begin(self, starts: Mapping[int, tuple[Request, Sequence[int]]]) -> None:
+        """Decode these rows from the next step on: requests and their contexts, which are in the cache but for the last
+        token. The number of response tokens so far determines the noise."""
         self._forward.refresh()
-        rows = torch.tensor([start.row for start in starts], device=self.device)
-        integers = [(s.last_token, s.drawn, seed_key(s.seed), s.position, 1) for s in starts]
-        fractions = [(s.temperature, s.top_p) for s in starts]
+        rows = torch.tensor(list(starts), device=self.device)
+        integers = [(c[-1], r.prefix_length, seed_key(r.seed), len(c) - 1, 1) for r, c in starts.values()]
+        fractions = [(r.sampling.temperature, r.sampling.top_p) for r, _ in starts.values()]
         for state, values in zip(self._states(), (integers, fractions), strict=True):
             state[:, rows] = torch.tensor(values, device=self.device).t()
 
@@ -161,7 +149,8 @@ class SlotDecoder:
     def _rows_computed(self, used: int) -> int:
         if self._graphs is None:
             return _rounded_up(max(used, MIN_ROWS), _ROWS_PER_BLOCK)
-        return min(_power_of_two_at_least(max(used, MIN_ROWS)), self.rows)  # few shapes keep the number of graphs low
+        power_of_two = 1 << (max(used, MIN_ROWS) - 1).bit_length()  # few shapes keep the number of graphs low
+        return min(power_of_two, self.rows)
 
     def _step(self, rows: int, spans: Mapping[range, int], cut: bool) -> Tensor:
         positions = self._positions[:rows]
@@ -267,11 +256,7 @@ class _StepGraphs:
 
 def _graph_quantum(longest: int) -> int:
     """Rounded up to one of four spans per octave, since each span needs its own graph."""
-    return max(2 * _SPAN_QUANTUM, 1 << (longest.bit_length() - 3))
-
-
-def _power_of_two_at_least(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    return max(2 * _SPAN_QUANTUM, (1 << longest.bit_length()) >> 3)
 
 
 def _rounded_up(number: int, quantum: int) -> int:

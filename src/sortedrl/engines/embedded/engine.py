@@ -12,10 +12,9 @@ A rollout's tokens depend only on its seed and the weights (sampling.py, decoder
 requests and never outlives one, and weights change only while the engine is empty: stale KV is never read.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -25,19 +24,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sortedrl.core.configuration import checked_slots
 from sortedrl.core.engine import (
     Change,
-    EngineBase,
     EngineDied,
     EngineInfo,
     Request,
-    RequestFailed,
     RequestFinished,
     RequestStarted,
-    Tokens,
 )
 from sortedrl.core.errors import first_sentences
-from sortedrl.core.rollout import Segment
-from sortedrl.engines.embedded.decoder import RowStart, SlotDecoder
-from sortedrl.engines.shared import StopStrings, StopWatches, refusal, require_empty, require_new
+from sortedrl.engines.embedded.decoder import SlotDecoder
+from sortedrl.engines.shared import Decoding, LocalEngine, refusal, require_empty
 
 _PREFILL_TOKENS = 4096  # per forward pass, including padding
 _PREFILL_TOKENS_ON_GPU = 32768
@@ -45,18 +40,13 @@ _PATIENCE_ON_GPU_STEPS = 8
 _NO_ROW = -1
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request in a slot. `context` is its prompt and prefix; tokens generated since are kept separately."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Running(Decoding):
+    """A request in a slot. `context` is its prompt and prefix."""
 
-    request: Request
     context: list[int]
     max_new_tokens: int
-    turn: list[int]  # tokens of the current turn before this request
-    stop_strings: StopStrings | None
     row: int = _NO_ROW  # until its prefill
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.context) + len(self.tokens)
@@ -78,7 +68,7 @@ class _DecodedRows:
         self._tokens: list[list[int]] = []  # by step and row
         self._logprobs: list[list[float]] = []
         self.has_top_p = any(one.request.sampling.top_p < 1 for one in self._running.values())
-        self._has_stop_strings = any(one.stop_strings is not None for one in self._running.values())
+        self._has_stop_strings = any(one.stop_watch is not None for one in self._running.values())
         self._steps_to_limit = min(one.max_new_tokens - len(one.tokens) for one in self._running.values())
 
     def lengths(self) -> list[int]:
@@ -116,7 +106,7 @@ class _DecodedRows:
         self._lengths[running.row] = 0
 
 
-class EmbeddedEngine(EngineBase):
+class EmbeddedEngine(LocalEngine):
     """See the module docstring. `max_length` bounds prompt plus response tokens.
 
     `model` may be the learner's module: `update_weights(None, version)` then signals that its weights have changed.
@@ -139,8 +129,8 @@ class EmbeddedEngine(EngineBase):
             raise ValueError(
                 f"max_length = {max_length}, but the model supports only {limit} positions: use at most {limit}"
             )
+        super().__init__(tokenizer)
         self.slots = checked_slots(slots)
-        self.version = 0
         self._model = model
         self._max_length = max_length
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -155,27 +145,19 @@ class EmbeddedEngine(EngineBase):
         self._steps_waited = 0  # by requests waiting for prefill
         self._rows: _DecodedRows | None = None  # None: read them before the next step
         self._vacated = False  # rows became free since the last arrangement
-        self._unreported: list[Change] = []
-        self._stop_watches = StopWatches(tokenizer)
-        self._died: str | None = None
 
     def info(self) -> EngineInfo:
         return EngineInfo(vocabulary=int(self._model.config.get_text_config().vocab_size))
 
-    def now(self) -> float:
-        return time.perf_counter()
-
     def submit(self, requests: Sequence[Request]) -> None:
         self._raise_if_dead()
-        require_new(requests, {request.id for request in self._queue} | self._running.keys())
-        for request in requests:
-            self._stop_watches.of(request)  # raises an error for stop strings that cannot be used
+        self._require_usable(requests, {request.id for request in self._queue} | self._running.keys())
         for request in requests:
             reason = refusal(request, self._max_length, self._vocabulary)
             if reason is None:
                 self._queue.append(request)
             else:
-                self._unreported.append(RequestFailed(request.id, self.now(), reason))
+                self._fail(request, reason)
 
     def poll(self, until: float | None = None) -> list[Change]:
         self._raise_if_dead()
@@ -186,15 +168,13 @@ class EmbeddedEngine(EngineBase):
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
-            self._died = (
+            self._died = (  # in the middle of a step: rows of the decoder may be half written
                 f"the embedded engine ran out of memory ({first_sentences(error)}) for contexts of up to "
                 f"{max(map(len, self._running.values()))} tokens. Free memory on {self._decoder.device}, or start "
                 f"again with fewer slots than {self.slots} or a lower max_response_tokens"
             )
             raise EngineDied(self._died) from error
-        if until is not None and not self._running and not self._unreported:
-            time.sleep(max(0.0, until - self.now()))
-        return self._report()
+        return self._report(until, is_idle=not self._running)
 
     def abort(self, ids: Sequence[int]) -> list[Change]:
         self._raise_if_dead()
@@ -217,11 +197,6 @@ class EmbeddedEngine(EngineBase):
         self._decoder.follow_weights()
         self.version = version
 
-    def _raise_if_dead(self) -> None:
-        """Memory ran out in the middle of a step: rows of the decoder may be half written."""
-        if self._died is not None:
-            raise EngineDied(self._died)
-
     def _admit(self) -> None:
         """Fill free slots with waiting requests in submission order."""
         while self._queue and len(self._running) < self.slots:
@@ -231,8 +206,7 @@ class EmbeddedEngine(EngineBase):
                 request=request,
                 context=context,
                 max_new_tokens=min(request.max_new_tokens, self._max_length - len(context)),
-                turn=request.turn_tokens,
-                stop_strings=self._stop_watches.of(request),
+                stop_watch=self._stop_watches.of(request),
             )
             self._running[request.id] = running
             self._waiting.append(running)
@@ -270,7 +244,7 @@ class EmbeddedEngine(EngineBase):
             prefixes = {running.row: running.context[:-1] for running in waiting}
             for rows in _prefill_batches(prefixes, self._prefill_tokens):
                 self._decoder.prefill(rows, [prefixes[row] for row in rows])
-            self._decoder.begin([_row_start(running) for running in waiting])
+            self._decoder.begin({running.row: (running.request, running.context) for running in waiting})
             self._waiting = []
 
     def _arrange(self) -> None:
@@ -292,15 +266,7 @@ class EmbeddedEngine(EngineBase):
     def _ended_by_itself(self, running: _Running) -> bool:
         if running.request.sampling.ignore_eos:
             return False
-        if running.tokens[-1] in self._eos:
-            return True
-        watch = running.stop_strings
-        return watch is not None and watch.completed_by_last(running.turn, running.tokens)
-
-    def _deliver(self, running: _Running) -> None:
-        if running.tokens:
-            segment = Segment(tokens=running.tokens, logprobs=running.logprobs, version=self.version)
-            self._unreported.append(Tokens(running.request.id, self.now(), segment))
+        return running.tokens[-1] in self._eos or running.ends_with_stop_string()
 
     def _release(self, leaving: Sequence[_Running]) -> None:
         for running in leaving:
@@ -313,10 +279,6 @@ class EmbeddedEngine(EngineBase):
         if rows:
             self._decoder.clear(rows)
             self._vacated = True
-
-    def _report(self) -> list[Change]:
-        changes, self._unreported = self._unreported, []
-        return changes
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -337,19 +299,6 @@ def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: 
         free = iter(sorted(set(block) - set(staying.values())))
         arranged.update({id: staying[id] if id in staying else next(free) for id in members})
     return arranged
-
-
-def _row_start(running: _Running) -> RowStart:
-    request = running.request
-    return RowStart(
-        row=running.row,
-        last_token=running.context[-1],
-        position=len(running.context) - 1,
-        drawn=request.prefix_length,
-        seed=request.seed,
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-    )
 
 
 def _prefill_batches(contexts: Mapping[int, Sequence[int]], token_budget: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,8 +42,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.rows = rows
         self.capacity = capacity
         self.span = 0
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self._stored: dict[int, list[Tensor]] = {}  # keys and values by layer
         self._prefill_rows: Tensor | None = None
         self._write_positions: Tensor | None = None
         self._write_at: dict[int, Tensor] = {}  # by number of heads
@@ -60,10 +60,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores [rows, heads, tokens, width] and returns the keys and values visible to the queries of this pass."""
-        if layer_idx not in self.keys:
-            self.keys[layer_idx] = self._allocated(key_states)
-            self.values[layer_idx] = self._allocated(value_states)
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if layer_idx not in self._stored:
+            self._stored[layer_idx] = [self._allocated(key_states), self._allocated(value_states)]
+        keys, values = self._stored[layer_idx]
         if self._prefill_rows is not None:
             length = key_states.shape[2]
             keys[self._prefill_rows, :, :length] = key_states
@@ -80,15 +79,13 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def grow(self, capacity: int) -> None:
         extra = capacity - self.capacity
-        for stored in (self.keys, self.values):
-            for layer, tensor in stored.items():
-                stored[layer] = pad(tensor, (0, 0, 0, extra))
+        for layer, stored in self._stored.items():
+            self._stored[layer] = [pad(tensor, (0, 0, 0, extra)) for tensor in stored]
         self.capacity = capacity
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        for stored in (self.keys, self.values):
-            for tensor in stored.values():
-                tensor[targets, :, :length] = tensor[sources, :, :length]
+        for tensor in chain.from_iterable(self._stored.values()):
+            tensor[targets, :, :length] = tensor[sources, :, :length]
 
     def _flat_positions(self, heads: int) -> Tensor:
         if heads not in self._write_at:

@@ -9,7 +9,7 @@ distributions sample different tokens about as rarely as they differ.
 import torch
 from torch import Tensor
 
-_TWO_64 = 1 << 64
+_TWO_63 = 1 << 63
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 _MIX_64 = (-4658895280553007687, -7723592293110705685)  # the multipliers of splitmix64
 _LAST_BELOW_ONE = 1 - 2.0**-24  # in 32 bits
@@ -17,12 +17,9 @@ _MIX_32 = (-2048144789, -1028477387)  # the multipliers of murmur3's finalizer
 
 
 def seed_key(seed: int) -> int:
-    """Hashes any integer to the signed 64-bit integer that `draw` takes. The same as `_mixed`, without tensors."""
-    word = seed % _TWO_64
-    word = (word ^ (word >> 30)) * _MIX_64[0] % _TWO_64
-    word = (word ^ (word >> 27)) * _MIX_64[1] % _TWO_64
-    word ^= word >> 31
-    return word if word < _TWO_64 // 2 else word - _TWO_64
+    """Hashes any integer to the signed 64-bit integer that `draw` takes."""
+    signed = (seed + _TWO_63) % (2 * _TWO_63) - _TWO_63
+    return int(_mixed(torch.tensor(signed)))
 
 
 class TokenSampler:

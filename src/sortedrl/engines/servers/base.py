@@ -229,7 +229,7 @@ class HttpEngine(ServerStreams, EngineBase):
     async def _open(self) -> None:
         try:
             await self.check_server()
-            self._identity_check.expected = await self.identity()
+            self._expected = await self.identity()
         except ConfigurationError:
             raise
         except (Refused, OSError) as error:
@@ -241,14 +241,14 @@ class HttpEngine(ServerStreams, EngineBase):
             why = f"the server's answer has an unexpected format ({error!r})"
             fix = "Correct the address, or use a supported version of the server."
             raise ConfigurationError("url", self.url, why, fix) from None
-        if not self._identity_check.expected.is_known:
+        if not self._expected.is_known:
             _log.warning(
                 "%s does not report its start time: a restart between two requests cannot be detected", self.url
             )
         self._background.spawn(self._watch())
 
     async def _shut(self) -> None:
-        tasks = [*self._background.running, *(sent.task for sent in self._sent.values() if sent.task is not None)]
+        tasks = list(self._background.running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -258,7 +258,7 @@ class HttpEngine(ServerStreams, EngineBase):
         began = self.now()
         while True:
             try:
-                before, last = await self.identity(), self._identity_check.expected
+                before, last = await self.identity(), self._expected
                 is_another = before.agrees_with(last) is False
                 if is_another and source is None:
                     raise Malformed(f"it is a different server: {before}, but it was {last}")
@@ -280,8 +280,8 @@ class HttpEngine(ServerStreams, EngineBase):
         expected = Identity(before.process, before.weights if source is None else tag or after.weights)
         if expected.agrees_with(after) is False:
             raise Malformed(f"it restarted meanwhile: {after}, but it was {expected}")
-        self._identity_check.expected = expected
-        self._identity_check.doubt()
+        self._expected = expected
+        self._doubt()
 
     # Its state, in the engine's thread
 

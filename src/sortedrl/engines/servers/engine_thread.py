@@ -7,11 +7,12 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from sortedrl.core.engine import Change, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Outbox:
@@ -143,22 +144,16 @@ class BackgroundTasks:
         self.has_ended = True
         self._failed(reason)
 
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self.loop.create_task(work)
         self.running.add(task)
-        task.add_done_callback(self.note_end_of)
+        task.add_done_callback(self._note_end_of)
+        return task
 
-    def note_end_of(self, task: asyncio.Task[Any]) -> None:
+    def _note_end_of(self, task: asyncio.Task[Any]) -> None:
         self.running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(f"the engine's own task failed: {error!r}")
-
-    def current(self) -> asyncio.Task[Any] | None:
-        """The task that calls this; None in another thread."""
-        try:
-            return asyncio.current_task() if asyncio.get_running_loop() is self.loop else None
-        except RuntimeError:
-            return None
 
     def note_unhandled(self, context: dict[str, Any]) -> None:
         if "handle" in context and "exception" in context:  # a callback of ours, or one that our streams rely on

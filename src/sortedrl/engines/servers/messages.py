@@ -105,13 +105,6 @@ def checked(delta: Delta, made_before: int, vocabulary: int) -> Delta:
     return delta
 
 
-def whole_number(value: Any, what: str) -> int:
-    """A validated count from the server; raises Malformed."""
-    if type(value) is not int or value < 0:
-        raise Malformed(f"the {what} is {str(value)!r}")
-    return value
-
-
 def reason_of(answer: Any) -> str:
     """The message of an error response, in any of the formats that servers use."""
     if isinstance(answer, str):

@@ -1,13 +1,10 @@
 """The requests of an engine: those that wait for a slot at the server, and those that were sent to it."""
 
 import asyncio
-from collections import deque
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 from sortedrl.core.engine import Request
-from sortedrl.core.rollout import Segment
-from sortedrl.engines.shared import StopStrings
+from sortedrl.engines.shared import StopWatch
 
 FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 
@@ -15,43 +12,8 @@ FEWEST_TOKENS = 8  # of a running response in `silence_seconds`
 @dataclass(slots=True, eq=False)
 class Waiting:
     request: Request
-    place: int = 0  # in the queue
+    place: int = 0  # in the queue: of its submission, also if the server turned it away
     turned_away: int = 0  # times in a row, without a token
-
-
-class WaitingRequests:
-    """In the order of submission, also of those that a server turned away."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Waiting] = deque()
-        self._places_given = 0
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def add(self, request: Request) -> None:
-        self._places_given += 1
-        self._queue.append(Waiting(request, self._places_given))
-
-    def pop(self) -> Waiting:
-        return self._queue.popleft()
-
-    def pop_least_refused(self) -> Waiting:
-        """For a server that may be unavailable: it may refuse one request and take all others."""
-        waiting = min(self._queue, key=lambda entry: entry.turned_away)
-        self._queue.remove(waiting)
-        return waiting
-
-    def take_back(self, waiting: Waiting, made: Segment | None) -> None:
-        """A request that the server turned away; `made`: what it has generated."""
-        waiting.turned_away += 1
-        if made is not None:
-            waiting.turned_away = 1
-            waiting.request = waiting.request.continued(made)
-        self._queue = deque(sorted((*self._queue, waiting), key=lambda entry: entry.place))
-
-    def remove(self, ids: Container[int]) -> None:
-        self._queue = deque(waiting for waiting in self._queue if waiting.request.id not in ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,8 +24,7 @@ class Sent:
     name: str
     room: int  # tokens that it may still generate
     sent_at: float
-    stop_strings: StopStrings | None
-    turn: list[int]  # the part of its prefix that belongs to the current turn
+    stop_watch: StopWatch | None
     eos: frozenset[int]  # the tokens that end it
     heard_at: float  # when its last token arrived, or when it was sent
     paced_at: float  # when the last of each `FEWEST_TOKENS` tokens arrived, or when it was sent
@@ -115,12 +76,12 @@ class Sent:
         if not self.eos.isdisjoint(tokens):
             count = next(place for place, token in enumerate(tokens, start=1) if token in self.eos)
             tokens, end = tokens[:count], "stop"
-        if self.stop_strings is None:
+        if self.stop_watch is None:
             self.tokens += tokens
             return tokens, end
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
-            if self.stop_strings.completed_by_last(self.turn, self.tokens):
+            if self.stop_watch(self.tokens):
                 return tokens[:count], "stop"
         return tokens, end
 

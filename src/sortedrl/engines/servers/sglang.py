@@ -23,7 +23,7 @@ from sortedrl.core.engine import Request
 from sortedrl.core.seeds import derive_seed
 from sortedrl.engines.servers.base import WEIGHT_UPDATE_SECONDS, HttpEngine, Source
 from sortedrl.engines.servers.events import Logprob, ServerEvent, TokenId, msgspec, parsed
-from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of, whole_number
+from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refused, reason_of
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
@@ -95,7 +95,9 @@ class SglangEngine(HttpEngine):
 
     async def _count(self, *states: str) -> int:
         counts = [load[state] for load in await self._loads() for state in states]
-        return sum(whole_number(count, "count of requests") for count in counts)
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise Malformed(f"these are not counts of requests: {counts}")
+        return sum(counts)
 
     async def _loads(self) -> list[dict[str, Any]]:
         answer = await self.call("GET", "/v1/loads", include="core")

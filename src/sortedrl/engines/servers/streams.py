@@ -9,10 +9,11 @@
   `FEWEST_TOKENS` tokens in `silence_seconds` on a healthy server fails its request. So does an invalid message.
 - **Outage**: a server that is busy, unhealthy or unreachable, or that breaks a connection, does not fail its requests.
   They wait here with the tokens generated so far (reported as RequestPreempted) until the server generates again
-  (server_state.py): a request that it accepts and leaves without a token for `silence_seconds` counts as refused. After
+  (outage.py): a request that it accepts and leaves without a token for `silence_seconds` counts as refused. After
   `unavailable_seconds` it is dead. A request that is refused again, while the server generates for another one, fails.
-- **Identity**: whenever the server may have restarted, the tokens of new streams are held back until it has confirmed
-  that it has the same weights. If it has not, they are dropped and the engine is dead.
+- **Identity**: a restarted server has other weights. So after a broken connection, and after a time without streams,
+  the tokens of new streams are held back until it has confirmed that it is the same process with the same weights. If
+  it is not, they are dropped and the engine is dead.
 - **Death**: tokens received so far are delivered, then every call raises `EngineDied` with the reason. Any error in the
   engine's own tasks has the same effect, so no error goes unnoticed.
 """
@@ -21,8 +22,10 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 from sortedrl.core.engine import (
@@ -40,8 +43,8 @@ from sortedrl.engines.servers import connection
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
 from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
-from sortedrl.engines.servers.requests import Sent, Waiting, WaitingRequests
-from sortedrl.engines.servers.server_state import IdentityCheck, Outage
+from sortedrl.engines.servers.outage import Outage
+from sortedrl.engines.servers.requests import Sent, Waiting
 from sortedrl.engines.shared import StopWatches, unknown_token
 
 ABORT_SECONDS = 10.0  # for the server to confirm an abort
@@ -78,12 +81,12 @@ class ServerStreams(ABC):
         self._vocabulary = vocabulary
         self._silence_seconds = silence_seconds
         self._name_prefix = f"sortedrl-{time.time_ns():x}"  # of all our request ids and weight versions at the server
-        self._names_given = 0
+        self._numbers = count(1)  # of places in the queue, and of names
         self._background = BackgroundTasks(self.url, self._die)
         self._loop = self._background.loop
         self._outbox = Outbox(self._loop)
         self._is_closed = False
-        self._queue = WaitingRequests()
+        self._queue: list[Waiting] = []  # by place
         self._sent: dict[str, Sent] = {}
         self._server_is_full = False
         self._outage = Outage(unavailable_seconds)
@@ -92,13 +95,10 @@ class ServerStreams(ABC):
         self._asking = asyncio.Lock()  # while it is found out whether a refusal is about the request
         self._token_at = float("-inf")  # when the last token of any stream arrived
         self._faults = 0  # consecutive requests that failed because of the server
-        self._identity_check = IdentityCheck(
-            self.identity,
-            trust=self._trust,
-            die=self._die,
-            is_dead=lambda: self._outbox.death is not None,
-            wait_out=self._wait_out,
-        )
+        self._expected = Identity()  # of the server that was given the weights
+        self._doubts = 1  # how often its identity became uncertain since it was last confirmed
+        self._confirming = asyncio.Lock()
+        self._is_asked = False  # whether a task is confirming it
 
     def now(self) -> float:
         return time.perf_counter()
@@ -139,33 +139,32 @@ class ServerStreams(ABC):
             if reason is not None:
                 self._outbox.add(RequestFailed(request.id, self.now(), reason))
             else:
-                self._queue.add(request)
+                self._queue.append(Waiting(request, next(self._numbers)))
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         while self._queue and len(self._sent) < self.slots and self._outbox.death is None and not self._is_closed:
             if self._outage.is_on and (self._probe is not None or self._outage.retry_at > self.now()):
                 return
-            waiting = self._queue.pop_least_refused() if self._outage.is_on else self._queue.pop()
-            sent = self._about_to_send(waiting)
+            place = 0
+            if self._outage.is_on:  # the least refused: it may refuse one request and take all others
+                place = min(range(len(self._queue)), key=lambda place: self._queue[place].turned_away)
+            sent = self._about_to_send(self._queue.pop(place))
             self._sent[sent.name] = sent
             if self._outage.is_on:
                 self._probe = sent
             if not self._server_is_full:
                 sent.in_slot = True
                 self._outbox.add(RequestStarted(sent.request.id, sent.sent_at))
-            sent.task = self._loop.create_task(self._stream(sent))
-            sent.task.add_done_callback(self._background.note_end_of)
+            sent.task = self._background.spawn(self._stream(sent))
             self._begin_to_confirm()  # before its first token arrives
 
     def _about_to_send(self, waiting: Waiting) -> Sent:
-        self._names_given += 1
-        name = f"{self._name_prefix}-{self._names_given:012d}"  # fixed width: no name is a prefix of another
+        name = f"{self._name_prefix}-{next(self._numbers):012d}"  # fixed width: no name is a prefix of another
         request, now = waiting.request, self.now()
         watch = self._stop_watches.of(request)
         eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
-        turn = request.turn_tokens
-        return Sent(waiting, name, self.room_for(request), now, watch, turn, eos, heard_at=now, paced_at=now)
+        return Sent(waiting, name, self.room_for(request), now, watch, eos, heard_at=now, paced_at=now)
 
     async def _stream(self, sent: Sent) -> None:
         """Handle one response from its first to its last delta, and report every outcome."""
@@ -207,7 +206,7 @@ class ServerStreams(ABC):
 
     def _check_weights(self, sent: Sent, found: str) -> None:
         """A stream whose first tokens carry our weight version needs no other confirmation."""
-        expected = self._identity_check.expected.weights
+        expected = self._expected.weights
         if expected is None:
             return
         if found != expected:
@@ -224,7 +223,7 @@ class ServerStreams(ABC):
         if self._probe is sent:
             self._probe = None
         if not self._sent:
-            self._identity_check.doubt()  # without open streams, a restart would go unnoticed
+            self._doubt()  # without open streams, a restart would go unnoticed
         self._send_waiting()
 
     def _hear(self, sent: Sent, delta: Delta) -> bool:
@@ -277,7 +276,7 @@ class ServerStreams(ABC):
 
         `is_busy`: it is about the server, unless that would be given up now.
         """
-        self._identity_check.doubt()
+        self._doubt()
         if not is_busy:
             self._begin_to_confirm()  # it may have restarted
         async with self._asking:  # if many meet this at once, the first one finds out
@@ -288,7 +287,7 @@ class ServerStreams(ABC):
             if is_new or (is_busy and not self._is_hopeless()) or not await self._generates():
                 self._turn_away(sent, reason, asked_for)
                 return
-        await self._identity_check.confirm()
+        await self._confirm()
         self._fail(sent, reason, is_servers_fault=False)
         self._end_outage()
 
@@ -315,15 +314,19 @@ class ServerStreams(ABC):
 
     def _turn_away(self, sent: Sent, reason: str, asked_for: float | None = None) -> None:
         """Put the request back into our queue with its delivered tokens: the server is unavailable."""
-        self._identity_check.doubt()
+        self._doubt()
         if sent.unwanted or sent.ended or self._outbox.death is not None:
             return
         self._outbox.drop_untrusted(sent.request.id)
         if sent.in_slot:
             self._outbox.add(RequestPreempted(sent.request.id, self.now(), sent.context_tokens))
         sent.ended = True  # in this stream
-        made = Segment(sent.tokens[:], sent.logprobs[:], self.version) if sent.trusted and sent.tokens else None
-        self._queue.take_back(sent.waiting, made)
+        waiting = sent.waiting
+        waiting.turned_away += 1
+        if sent.trusted and sent.tokens:
+            waiting.request = waiting.request.continued(Segment(sent.tokens[:], sent.logprobs[:], self.version))
+            waiting.turned_away = 1
+        insort(self._queue, waiting, key=lambda entry: entry.place)
         self._note_outage(reason, asked_for)
 
     def _note_outage(self, reason: str, asked_for: float | None = None, *, watched: bool = False) -> None:
@@ -346,7 +349,7 @@ class ServerStreams(ABC):
         return self._outage.is_hopeless(self.now(), self._token_at)
 
     async def _abort(self, unwanted: set[int]) -> None:
-        self._queue.remove(unwanted)
+        self._queue = [waiting for waiting in self._queue if waiting.request.id not in unwanted]
         leaving = [sent for sent in self._sent.values() if sent.request.id in unwanted]
         for sent in leaving:
             sent.unwanted = True
@@ -361,7 +364,7 @@ class ServerStreams(ABC):
             self._leave(sent)  # a task that was canceled before its first step has not done so
             self._finish_if_whole(sent)
         if self._outbox.held:
-            await self._identity_check.confirm()
+            await self._confirm()
         self._outbox.deliver()
 
     async def _aborts(self, names: Sequence[str]) -> bool:
@@ -374,26 +377,46 @@ class ServerStreams(ABC):
 
     # Identity of the server, in the engine's thread
 
+    def _doubt(self) -> None:
+        self._doubts += 1
+
     def _begin_to_confirm(self) -> None:
-        if not self._identity_check.is_confirmed and not self._identity_check.is_asked:
-            self._identity_check.is_asked = True
-            self._background.spawn(self._identity_check.confirm())
+        if self._doubts and not self._is_asked:
+            self._is_asked = True
+            self._background.spawn(self._confirm())
 
-    async def _wait_out(self, trouble: str) -> None:
-        self._note_outage(trouble)
-        await asyncio.sleep(max(0.0, self._outage.retry_at - self.now()))
-
-    def _trust(self) -> None:
-        for sent in self._sent.values():
-            sent.trusted = True
-        self._outbox.release()
+    async def _confirm(self) -> None:
+        """Trust the streams once the server is confirmed to be the same; give up if it is not."""
+        async with self._confirming:
+            self._is_asked = False
+            while self._doubts and self._outbox.death is None:
+                doubts = self._doubts
+                try:
+                    found = await self.identity()
+                    agrees = found.agrees_with(self._expected) if self._expected.is_known else True
+                    trouble = "it no longer reports its identity"
+                except Exception as error:
+                    agrees, trouble = None, said(error)
+                if agrees is False:
+                    self._die(
+                        f"it is not the server that was given the weights: {found}, but it was {self._expected}. It "
+                        "restarted, or another client updates its weights; tokens generated since were not used"
+                    )
+                elif agrees is None:
+                    self._note_outage(trouble)
+                    await asyncio.sleep(max(0.0, self._outage.retry_at - self.now()))
+                elif doubts == self._doubts:
+                    self._doubts = 0
+                    for sent in self._sent.values():
+                        sent.trusted = True
+                    self._outbox.release()
 
     def _deliver(self, sent: Sent, changes: Sequence[Change]) -> None:
         """Report a change, or hold it back until the server's identity is confirmed."""
         if not changes:
             return
         if not sent.trusted:
-            sent.trusted = self._identity_check.is_confirmed
+            sent.trusted = not self._doubts
             self._begin_to_confirm()
         self._outbox.add(*changes, trusted=sent.trusted)
 
@@ -403,7 +426,5 @@ class ServerStreams(ABC):
             if sent.trusted:
                 self._finish_if_whole(sent)
         self._outbox.die(self._clean(reason))
-        here = self._background.current()
         for sent in sent_now:
-            if sent.task is not None and sent.task is not here:
-                self._loop.call_soon_threadsafe(sent.task.cancel)
+            self._loop.call_soon_threadsafe(sent.cancel)

@@ -117,12 +117,8 @@ class VllmServerEngine(HttpEngine):
         return int(sum(map(float, counts))) if counts else None
 
     async def identity(self) -> Identity:
-        started, weights = await asyncio.gather(self._metric(_STARTED), self._weight_version())
-        return Identity(started[0] if started else None, weights)
-
-    async def _weight_version(self) -> str | None:
-        answer = await self._if_offered("GET", "/weight_info")
-        return None if answer is None else str(answer["weight_version"])
+        started, answer = await asyncio.gather(self._metric(_STARTED), self._if_offered("GET", "/weight_info"))
+        return Identity(started[0] if started else None, None if answer is None else str(answer["weight_version"]))
 
     async def _if_offered(self, method: str, path: str, **options: Any) -> Any:
         """The response; None if the server has no such route (before vLLM 0.32)."""
@@ -169,6 +165,7 @@ class VllmServerEngine(HttpEngine):
         if len(event.choices) != 1:
             raise Malformed(f"{len(event.choices)} responses arrived instead of one")
         choice, usage = event.choices[0], event.usage
+        spans = choice.weight_versions
         content = choice.logprobs.content if choice.logprobs is not None else None
         made = None if usage is None else usage.completion_tokens
         if made is None or not self._counts_tokens:
@@ -178,7 +175,7 @@ class VllmServerEngine(HttpEngine):
             [entry.logprob for entry in content] if content else [],
             choice.finish_reason,
             made,
-            _weights_in(choice.weight_versions) if choice.weight_versions else None,
+            " and ".join(dict.fromkeys(span.version for span in spans)) if spans else None,  # several are an error
         )
 
     def _note_count(self, made: int | None) -> None:
@@ -210,7 +207,9 @@ class VllmServerEngine(HttpEngine):
         elif source is not None:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
             await self.call("POST", "/collective_rpc", body=reload, seconds=WEIGHT_UPDATE_SECONDS)
-        tag = await self._tag_weights(version) if source is not None else None
+        tag = self.weights_name(version) if source is not None else None
+        if tag and await self._if_offered("POST", "/update_weight_version", body={"new_version": tag}) is None:
+            tag = None
         if not keys_stay:
             emptied = await self.call("POST", "/reset_prefix_cache")
             if isinstance(emptied, dict) and emptied.get("success") is False:
@@ -227,14 +226,3 @@ class VllmServerEngine(HttpEngine):
 
     async def _transfer(self, path: str, **body: Any) -> None:
         await self.call("POST", path, body=body or None, seconds=WEIGHT_UPDATE_SECONDS)
-
-    async def _tag_weights(self, version: int) -> str | None:
-        """Set the weight version, so that the server can identify its weights; None if not supported."""
-        tag = self.weights_name(version)
-        answer = await self._if_offered("POST", "/update_weight_version", body={"new_version": tag})
-        return None if answer is None else tag
-
-
-def _weights_in(spans: Sequence[_WeightSpan]) -> str:
-    """The weight version of a response's tokens; all of them if there are several, which is an error."""
-    return " and ".join(dict.fromkeys(span.version for span in spans))
