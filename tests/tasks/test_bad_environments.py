@@ -12,7 +12,7 @@ from paced import PacedEngine
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, RejectionWatch, Schedule, events
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.turns import Answer
-from sortedrl.tasks.environment_host import WorkerHosts
+from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 

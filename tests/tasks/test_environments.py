@@ -16,7 +16,8 @@ from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_
 from processes import wait_for_end, wait_until
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.tasks.environment_calls import turns_of
-from sortedrl.tasks.environment_host import Host, LocalHost, WorkerHosts
+from sortedrl.tasks.environment_host import Host, LocalHost
+from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment, calculator

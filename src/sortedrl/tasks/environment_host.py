@@ -1,29 +1,18 @@
 """Hosts environment instances: creates them, passes turns to them, brings lost ones back.
 
-A host lives in this process (`LocalHost`), or in worker processes (`WorkerHosts`), where instances can neither crash
-nor block this one. A call holds all that is needed to bring its instance back, so a host may lose instances at any
-time.
+A host lives in this process (`LocalHost`), or in worker processes (environment_workers.py), where instances can neither
+crash nor block this one. A call holds all that is needed to bring its instance back, so a host may lose any instance.
 """
 
 import asyncio
 import json
-import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.user_values import reason_of
-from sortedrl.tasks.environment import Environment, EnvironmentTask, Response, as_messages, end_of, is_end
-from sortedrl.tasks.environment_calls import Inbox
+from sortedrl.tasks.environment import Environment, Response, as_messages, end_of, is_end
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.worker_process import Service, WorkerError, pickled
-from sortedrl.tasks.workers import HasWorkers, Workers
-
-SERVER = "sortedrl.tasks.environment_server"  # what runs in the worker processes
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
-AWAITS = "an environment blocks it: use `await` for calls that take long"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,60 +183,3 @@ class LocalHost:
 
     def close(self) -> None:
         self._loop.close()
-
-
-class WorkerHosts(HasWorkers):
-    """A host in `workers` processes; an instance stays in its process. Raises ValueError if the task cannot be pickled.
-
-    A call that awaits too long is canceled in its process; a process whose event loop is blocked beyond the limit is
-    killed.
-    """
-
-    def __init__(
-        self, task: EnvironmentTask, *, workers: int, limit_seconds: float, memory_bytes: int | None = None
-    ) -> None:
-        build = partial(_instances_of, task)
-        service = Service.of(build, limit_seconds, memory_bytes, MAX_ANSWER_BYTES, server=SERVER, notes_calls=True)
-        super().__init__(service, workers)
-        self._done: Inbox[Result] = Inbox()
-        self._calls: dict[int, Future[None]] = {}  # by instance: its last call
-        self.collect, self.wait = self._done.collect, self._done.wait
-
-    def submit(self, call: Call) -> None:
-        try:
-            content = pickled(call)
-        except ValueError as error:
-            self._done.add([Result(call.number, error=f"the problem {error}")])
-            return
-        self._calls[call.instance] = self._workers.run(_answer(self._workers, self._done, call, content))
-
-    def drop(self, instance: int) -> None:
-        call = self._calls.pop(instance, None)
-        if call is not None:
-            call.cancel()
-            self._workers.run(_leave(self._workers, instance))
-
-
-async def _answer(workers: Workers, done: Inbox[Result], call: Call, content: bytes) -> None:
-    try:
-        result = Result(*await workers.answer(call.instance, _owner_of(call), content))
-    except TimeoutError as error:
-        result = Result(call.number, error=f"{error}; {AWAITS}")
-    except (WorkerError, TypeError) as error:  # TypeError: not a result
-        result = Result(call.number, error=str(error))
-    done.add([result._replace(call=call.number, counts=call.instance not in workers.lost)])
-    workers.lost.discard(call.instance)
-
-
-async def _leave(workers: Workers, instance: int) -> None:
-    workers.leave(instance, pickled(instance))
-
-
-def _owner_of(call: Call) -> int:
-    """A short name of its problem, and not 0."""
-    return zlib.crc32(str(getattr(call.problem, "id", call.instance)).encode()) + 1
-
-
-def _instances_of(task: EnvironmentTask) -> Instances:
-    build: Callable[[], Environment] = task.environment
-    return Instances(build, ends_process=True)

@@ -36,24 +36,21 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Service:
-    """What the processes do: `serve` of the module `server` builds what is to be served. `notes_calls`: it answers many
-    calls at a time, and notes in shared memory for which of them it works."""
+    """What the processes do: `build` returns what answers calls there (worker_server.py)."""
 
     build: bytes
     limit_seconds: float
     memory_bytes: int
     answer_bytes: int
-    server: str = "sortedrl.tasks.worker_server"
-    notes_calls: bool = False
 
     @staticmethod
     def of(
-        build: Callable[[], Any], limit_seconds: float, memory_bytes: int | None, answer_bytes: int, **options: Any
+        build: Callable[[], Any], limit_seconds: float, answer_bytes: int, memory_bytes: int | None = None
     ) -> Service:
         """Raises ValueError if `build` cannot be pickled, and ConfigurationError for the limit."""
         limits = f"above 0 and at most {MAX_LIMIT_SECONDS:,.0f} (11 days)"
         seconds = checked_float("limit_seconds", limit_seconds, lambda x: 0 < x <= MAX_LIMIT_SECONDS, limits)
-        return Service(pickled(build), seconds, memory_bytes or _memory_per_worker(), answer_bytes, **options)
+        return Service(pickled(build), seconds, memory_bytes or _memory_per_worker(), answer_bytes)
 
 
 class WorkerProcess:
@@ -63,18 +60,14 @@ class WorkerProcess:
         self._service = service
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
-        self.page: Page | None = None
-        self.ready_at = 0.0
         self._first_words = tempfile.TemporaryFile()  # noqa: SIM115 (what it prints until it is ready)
         ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as notes:
-            files = [theirs.fileno()]
-            if service.notes_calls:
-                self.page = Page(notes.fileno())
-                files.append(notes.fileno())
-            arguments = (files[0], os.getpid(), service.memory_bytes, *files[1:])
+            self.page = Page(notes.fileno())
+            files = (theirs.fileno(), notes.fileno())
+            arguments = (*files, os.getpid(), service.memory_bytes, service.answer_bytes)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {service.server} import serve; serve{arguments}"],
+                [sys.executable, "-c", f"from sortedrl.tasks.worker_server import serve; serve{arguments}"],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -110,12 +103,10 @@ class WorkerProcess:
         if answer.kind == "raised":
             raise WorkerError(f"a worker process could not start: {answer.value}")
         self.process_id = answer.value
-        self.ready_at = time.monotonic()
         self._first_words.close()
 
     def send(self, number: int, owner: int, content: bytes) -> None:
-        request = Request(number, owner, self._service.limit_seconds, self._service.answer_bytes, content)
-        message = pickle.dumps(tuple(request))
+        message = pickle.dumps(tuple(Request(number, owner, content)))
         self._writer.write(SIZE.pack(len(message)) + message)
 
     async def receive(self) -> Answer:
@@ -157,8 +148,7 @@ class WorkerProcess:
         """Kill it, without waiting."""
         self._writer.close()
         self._first_words.close()
-        if self.page is not None:
-            self.page.close()
+        self.page.close()
         self._process.terminate()  # its guardian ends all that it started
         asyncio.create_task(self._reaped(), name=ENDS_A_PROCESS)  # noqa: RUF006 (its timer refers to it)
 

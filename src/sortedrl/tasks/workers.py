@@ -23,16 +23,18 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.worker_process import ENDS_A_PROCESS, Service, WorkerError, WorkerProcess, pickled
-from sortedrl.tasks.worker_server import MAX_ANSWER_BYTES, Answer, Note
+from sortedrl.tasks.worker_server import Answer, Note, server_of
 
 GRACE_SECONDS = 1.0  # for an answer on its way, and for a process to answer that a call exceeded its limit
 CLOSE_SECONDS = 5.0
 MOST_EXTRA_PROCESSES = 16
+MAX_ANSWER_BYTES = 16 * 1024
 CLOSED = "the worker processes were closed"
 
 T = TypeVar("T")
@@ -79,7 +81,7 @@ class WorkerPool(HasWorkers):
         memory_bytes: int | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        super().__init__(Service.of(build, limit_seconds, memory_bytes, max_answer_bytes), workers)
+        super().__init__(Service.of(partial(server_of, build), limit_seconds, max_answer_bytes, memory_bytes), workers)
         self._free = asyncio.Semaphore(workers)  # first come, first served
         self._numbers = count(1)
 
@@ -101,13 +103,13 @@ async def _call(workers: Workers, free: asyncio.Semaphore, number: int, argument
         try:
             return await workers.answer(number, number, arguments)
         finally:
-            workers.leave(number)
+            await workers.leave(number)
 
 
 class Workers:
     """`workers` processes and those of owners that ended a process. An instance stays in its process until it leaves.
 
-    Coroutines and `leave` are for the event loop (`run`), everything else for any thread."""
+    Coroutines are for the event loop (`run`), everything else for any thread."""
 
     def __init__(self, service: Service, workers: int) -> None:
         self._service = service
@@ -155,7 +157,7 @@ class Workers:
             with suppress(_Again):
                 return await process.answer(instance, owner, content)
 
-    def leave(self, instance: int, content: bytes = b"") -> None:
+    async def leave(self, instance: int, content: bytes = b"") -> None:
         """The instance leaves its process, which is told `content`."""
         self.lost.discard(instance)
         process = self._process_of.pop(instance, None)
@@ -306,16 +308,12 @@ class _Process:
     def _note(self) -> Note:
         """For which call it works, and since when."""
         assert self.worker is not None
-        if self.worker.page is not None:
-            note = self.worker.page.read()
-            return note._replace(since=max(note.since, self.worker.ready_at))
-        for number, call in self.calls.items():
-            return Note(call.owner, number, call.sent_at)
-        return Note(0, 0, time.monotonic())
+        return self.worker.page.read()
 
     def _blocked_at(self) -> float:
-        """The time when it has worked for too long, if nothing changes."""
-        return self._note().since + self._service.limit_seconds + GRACE_SECONDS
+        """The time when it has worked for too long on its calls, if nothing changes."""
+        first = next(iter(self.calls.values()))
+        return max(self._note().since, first.sent_at) + self._service.limit_seconds + GRACE_SECONDS
 
     def drop_worker(self) -> None:
         for task in (self._starting, self._reading):
