@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from statistics import fmean
 
 from sortedrl.tasks.knights_and_knaves import (
     COMPACT_NAMES,
@@ -144,7 +143,7 @@ class KnightsDialogue(SplitTask):
     """`count` puzzles, distributed evenly over the entries of `characters`; a fraction of each size is held out.
 
     With `muted`, a silent character stays silent when it is asked: a control experiment, in which no policy can score
-    more than `chance`."""
+    more than the mean of 1 / `candidates`."""
 
     name = "knights_and_knaves:dialogue"
 
@@ -181,11 +180,6 @@ class KnightsDialogue(SplitTask):
         rng.shuffle(train)
         rng.shuffle(held_out)
         return train, held_out
-
-
-def chance(problems: Sequence[Problem]) -> float:
-    """The best possible score on these problems without an answer of the environment."""
-    return fmean(1 / problem.answer.candidates for problem in problems)
 
 
 class Islanders:

@@ -1,4 +1,4 @@
-"""What runs in a worker process (workers.py): it builds what it serves, then answers calls to the last."""
+"""What runs in a worker process (workers.py): it builds what it serves, then answers calls."""
 
 from __future__ import annotations
 
