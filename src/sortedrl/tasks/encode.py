@@ -117,7 +117,7 @@ def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: Seq
         return _render([{"role": "user", "content": f"{problem.system}\n\n{problem.question}"}], tokenizer, tools)
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> str:
+def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> str:
     """With `tools`, transformers derives their schemas; a template that ignores them is refused."""
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     if not tools:
@@ -195,10 +195,9 @@ class ChatTurns:
         text = self._rendered([_QUESTION, {"role": "assistant", "content": _MARK}, *map(dict, messages)])
         return text[text.index(_MARK) + len(_MARK) :]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
         try:
-            render: Callable[..., Any] = self._tokenizer.apply_chat_template
-            return str(render(list(messages), tokenize=False, add_generation_prompt=True))
+            return _render(list(messages), self._tokenizer)
         except Exception as error:  # a TypeError, too: most templates add texts, and a content may be anything
             raise TemplateRefused(
                 f"the chat template of {self._tokenizer.name_or_path!r} refuses these messages: {reason_of(error)}"

@@ -51,9 +51,13 @@ class HasWorkers:
         self._workers = Workers(service, workers)
         weakref.finalize(self, self._workers.close)
 
+    def start(self) -> Future[None]:
+        """Start a worker, without waiting for it."""
+        return self._workers.run(self._workers.ready())
+
     def wait_until_ready(self) -> None:
         """Start a worker and wait until it has built what it serves. Raises WorkerError if that fails."""
-        self._workers.wait_until_ready()
+        self.start().result()
 
     def process_ids(self) -> list[int]:
         return self._workers.process_ids()
@@ -93,10 +97,6 @@ class WorkerPool(HasWorkers):
         except CancelledError:
             raise WorkerError(CLOSED) from None
 
-    def start(self) -> None:
-        """Start a worker, without waiting for it."""
-        self._workers.run(self._workers.ready())
-
 
 async def _call(workers: Workers, free: asyncio.Semaphore, number: int, arguments: bytes) -> Any:
     async with free:
@@ -128,9 +128,6 @@ class Workers:
             coroutine.close()
             raise WorkerError(CLOSED)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def wait_until_ready(self) -> None:
-        self.run(self.ready()).result()
 
     async def ready(self) -> None:
         await self._processes[0].started()
