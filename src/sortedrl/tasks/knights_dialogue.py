@@ -19,7 +19,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 
 from sortedrl.tasks.knights_and_knaves import (
     COMPACT_NAMES,
@@ -30,11 +29,12 @@ from sortedrl.tasks.knights_and_knaves import (
     Joined,
     Puzzle,
     Wording,
-    claim_text,
     counts_by_size,
+    digest,
     fingerprint,
     random_claim,
     solutions,
+    statement,
 )
 from sortedrl.tasks.knights_answers import reward_function
 from sortedrl.tasks.task import Problem, Reward, SplitTask
@@ -73,7 +73,7 @@ class DialoguePuzzle:
         return " ".join(silence(one) if one in self.silent else self.statement(one) for one in characters)
 
     def statement(self, speaker: int) -> str:
-        return f"{COMPACT_NAMES[speaker]} says {_text(self.puzzle.claims[speaker])}."
+        return statement(speaker, self.puzzle.claims[speaker])
 
 
 def silence(character: int) -> str:
@@ -130,10 +130,6 @@ def _silenced(claims: Sequence[Claim], silent: Sequence[int]) -> Puzzle:
     for character in silent:
         said[character] = Joined(Connective.AND, Is(character, True), Is(character, True))
     return Puzzle(tuple(said))
-
-
-def _text(claim: Claim) -> str:
-    return claim_text(claim, COMPACT_NAMES, Wording.COMPACT)
 
 
 # --- task ------------------------------------------------------------------------------------------------
@@ -229,6 +225,6 @@ def _distinct(characters: int, wanted: int, rng: random.Random, low: float, high
                 f"{wanted} dialogues with {characters} characters were requested, but {fruitless} draws in a row"
                 f" gave no new one after {len(found)}. Lower `count` or use more characters."
             )
-        digest = blake2b(puzzle.text.encode(), digest_size=8).hexdigest()
-        found.setdefault(puzzle.text, Problem(f"{characters}ppl-dialogue-{digest}", puzzle.text, puzzle))
+        id = f"{characters}ppl-dialogue-{digest(puzzle.text)}"
+        found.setdefault(puzzle.text, Problem(id, puzzle.text, puzzle))
     return list(found.values())
