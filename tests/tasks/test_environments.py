@@ -64,17 +64,6 @@ def test_turns_of_an_episode_go_to_one_instance_in_order(kind: str, tmp_path: Pa
     assert notes(log) == ["p0 reset", "p0 step hello", "p0 step again", "p0 step end", "p0 close"]
 
 
-def test_rollouts_have_their_own_instances(kind: str) -> None:
-    with environments_of(kind) as (environments, _):
-        rollouts = [rollout_of(number) for number in range(20)]
-        for place in range(3):
-            for rollout in rollouts:
-                speak(rollout)
-            for answer in answers_of(environments, rollouts, place).values():
-                assert f"turn {place + 1} of p{answer.rollout_id}" in shown(answer)
-                rollouts[answer.rollout_id].observe(list(answer.observation or ()))
-
-
 @pytest.mark.parametrize("remembers", [False, True])
 def test_a_lost_instance_comes_back_by_replay_or_from_its_state(kind: str, tmp_path: Path, remembers: bool) -> None:
     log = tmp_path / "log"

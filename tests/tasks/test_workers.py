@@ -62,8 +62,6 @@ def act(what: str) -> Any:
         os._exit(3)
     if what == "exit later":
         threading.Timer(0.1, os._exit, [3]).start()
-    if what == "child":
-        return subprocess.Popen(["sleep", "600"]).pid
     if what == "daemon":
         shell = subprocess.run(["setsid", "sh", "-c", "sleep 600 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
         return int(shell.stdout)
@@ -135,14 +133,6 @@ def test_one_that_died_after_its_last_call_is_not_held_against_the_next(pool: Wo
     first = pool("exit later")
     wait_for_end(first)
     assert pool("pid") != first
-
-
-def test_what_a_call_started_ends_with_its_worker(pool: WorkerPool) -> None:
-    child, worker = pool("child"), pool("pid")
-    assert is_running(child) and is_running(worker)
-    with pytest.raises(WorkerError, match="exit code 3"):
-        pool("exit")
-    wait_for_end(child, worker)
 
 
 @pytest.mark.parametrize("end", ["exit", "spin", "close"])
