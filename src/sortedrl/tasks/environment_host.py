@@ -14,6 +14,8 @@ from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment import Environment, Response, as_messages, end_of, is_end
 from sortedrl.tasks.task import Problem
 
+ERRORS = (Exception, SystemExit, KeyboardInterrupt)
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -68,18 +70,15 @@ class Lost(Exception):
 class Instances:
     """The live instances of one process.
 
-    `in_main_thread` of the run: there a KeyboardInterrupt is Ctrl-C, which ends the run. In worker processes and other
-    threads it is an error of the environment. `ends_process`: a MemoryError is raised, because other instances may be
-    the reason, and the process should end.
+    `raises`: the errors that are not those of the environment. In the main thread of the run a KeyboardInterrupt is
+    Ctrl-C, which ends the run. Of a MemoryError in a worker process other instances may be the reason, and the process
+    should end.
     """
 
-    def __init__(
-        self, build: Callable[[], Environment], *, in_main_thread: bool = False, ends_process: bool = False
-    ) -> None:
+    def __init__(self, build: Callable[[], Environment], *, raises: tuple[type[BaseException], ...] = ()) -> None:
         self._build = build
-        self._ends_process = ends_process
+        self._raises = raises
         self._time_limits: dict[int, asyncio.Timeout] = {}  # by call
-        self._errors = (Exception, SystemExit) if in_main_thread else (Exception, SystemExit, KeyboardInterrupt)
         self._live: dict[int, Environment] = {}
 
     async def answer(self, call: Call, limit_seconds: float) -> Result:
@@ -92,8 +91,8 @@ class Instances:
         except TimeoutError as error:
             reason = reason_of(error) if str(error) else f"no answer within {limit_seconds:g} s"
             result = Result(call.number, error=reason)
-        except self._errors as error:
-            if self._ends_process and isinstance(error, MemoryError):
+        except ERRORS as error:
+            if isinstance(error, self._raises):
                 raise
             result = Result(call.number, error=reason_of(error))
         finally:
@@ -114,8 +113,9 @@ class Instances:
             try:
                 async with asyncio.timeout(limit_seconds):
                     await close()
-            except self._errors:
-                return  # its rollout has all that it needs
+            except ERRORS as error:  # its rollout has all that it needs
+                if isinstance(error, self._raises):
+                    raise
 
     async def _answered(self, call: Call) -> Result:
         environment = self._live.get(call.instance)
@@ -163,7 +163,7 @@ class LocalHost:
     """Answers in this process, inside `submit`: nothing depends on timing. For environments that are fast and safe."""
 
     def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
-        self._instances = Instances(build, in_main_thread=True)
+        self._instances = Instances(build, raises=(KeyboardInterrupt,))
         self._limit_seconds = limit_seconds
         self._loop = asyncio.new_event_loop()
         self._done: list[Result] = []

@@ -75,7 +75,7 @@ def _owner_of(call: Call) -> int:
 
 def _server_of(task: EnvironmentTask, limit_seconds: float) -> Callable[[Connection, Page], NoReturn]:
     build: Callable[[], Environment] = task.environment
-    return partial(_answer_calls, Instances(build, ends_process=True), limit_seconds)
+    return partial(_answer_calls, Instances(build, raises=(MemoryError,)), limit_seconds)
 
 
 def _answer_calls(instances: Instances, limit_seconds: float, connection: Connection, page: Page) -> NoReturn:
