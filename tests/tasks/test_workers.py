@@ -161,9 +161,10 @@ def test_what_a_call_did_to_its_worker_is_not_held_against_the_next(what: str) -
     pool.close()
 
 
-def test_a_worker_without_memory_is_replaced() -> None:
+def test_a_worker_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that leaks fails in the end; the next one has all the memory again."""
-    pool = WorkerPool(partial(partial, take), workers=1, limit_seconds=20, memory_bytes=2**29)
+    monkeypatch.setattr("sortedrl.tasks.worker_process.memory_per_worker", lambda: 2**29)
+    pool = WorkerPool(partial(partial, take), workers=1, limit_seconds=20)
     assert [pool(2**28, False), pool(2**27, True), pool(2**27, True)] == [2**28, 2**27, 2**27]
     assert pool(2**28, False) == 2**28
     with pytest.raises(WorkerError, match="MemoryError"):

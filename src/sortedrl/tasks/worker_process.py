@@ -44,13 +44,11 @@ class Service:
     answer_bytes: int
 
     @staticmethod
-    def of(
-        build: Callable[[], Any], limit_seconds: float, answer_bytes: int, memory_bytes: int | None = None
-    ) -> Service:
+    def of(build: Callable[[], Any], limit_seconds: float, answer_bytes: int) -> Service:
         """Raises ValueError if `build` cannot be pickled, and ConfigurationError for the limit."""
         limits = f"above 0 and at most {MAX_LIMIT_SECONDS:,.0f} (11 days)"
         seconds = checked_float("limit_seconds", limit_seconds, lambda x: 0 < x <= MAX_LIMIT_SECONDS, limits)
-        return Service(pickled(build), seconds, memory_bytes or _memory_per_worker(), answer_bytes)
+        return Service(pickled(build), seconds, memory_per_worker(), answer_bytes)
 
 
 class WorkerProcess:
@@ -175,8 +173,8 @@ def worker_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != API_KEY} | {"PYTHONPATH": paths}
 
 
-def _memory_per_worker() -> int:
-    """The default memory limit of a worker process."""
+def memory_per_worker() -> int:
+    """The memory limit of a worker process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -72,8 +72,7 @@ class WorkerPool(HasWorkers):
 
     `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
     time limit. The function must return JSON-compatible data of at most `max_answer_bytes`. The first worker starts
-    with the first call, or with `start`. `memory_bytes` limits the memory of one worker; the default is half of the
-    total.
+    with the first call, or with `start`.
     """
 
     def __init__(
@@ -82,10 +81,9 @@ class WorkerPool(HasWorkers):
         *,
         workers: int,
         limit_seconds: float,
-        memory_bytes: int | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        super().__init__(Service.of(partial(server_of, build), limit_seconds, max_answer_bytes, memory_bytes), workers)
+        super().__init__(Service.of(partial(server_of, build), limit_seconds, max_answer_bytes), workers)
         self._free = asyncio.Semaphore(workers)  # first come, first served
         self._numbers = count(1)
 
@@ -115,7 +113,6 @@ class Workers:
         self._service = service
         self._processes = [_Process(service, self._after_end) for _ in range(workers)]
         self._extra: list[_Process] = []
-        self._process_of: dict[int, _Process] = {}  # by instance
         self._suspects: set[int] = set()  # owners that ended a process
         self.lost: set[int] = set()  # instances that were lost by the fault of another
         self._is_closed = False
@@ -133,8 +130,7 @@ class Workers:
         await self._processes[0].started()
 
     def process_ids(self) -> list[int]:
-        workers = [process.worker for process in (*self._processes, *self._extra)]
-        return [worker.process_id for worker in workers if worker is not None]
+        return [process.worker.process_id for process in self._all() if process.worker is not None]
 
     def close(self) -> None:
         """Kill all workers, busy ones too: their calls are canceled."""
@@ -147,17 +143,15 @@ class Workers:
     async def answer(self, instance: int, owner: int, content: bytes) -> Any:
         """Raises WorkerError, or TimeoutError if the call blocked its process."""
         while True:
-            process = self._process_of.get(instance)
-            if process is None:
-                process = self._process_of[instance] = self._process_for(owner)
-                process.instances[instance] = owner
+            process = self._process_of(instance) or self._process_for(owner)
+            process.instances[instance] = owner
             with suppress(_Again):
                 return await process.answer(instance, owner, content)
 
     async def leave(self, instance: int, content: bytes = b"") -> None:
         """The instance leaves its process, which is told `content`."""
         self.lost.discard(instance)
-        process = self._process_of.pop(instance, None)
+        process = self._process_of(instance)
         if process is not None:
             owner = process.instances.pop(instance)
             if content and process.worker is not None:
@@ -169,13 +163,19 @@ class Workers:
         self._loop.close()
 
     async def _end(self) -> None:
-        for process in (*self._processes, *self._extra):
+        for process in self._all():
             process.drop_worker()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 if task.get_name() != ENDS_A_PROCESS:
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _all(self) -> list[_Process]:
+        return [*self._processes, *self._extra]
+
+    def _process_of(self, instance: int) -> _Process | None:
+        return next((process for process in self._all() if instance in process.instances), None)
 
     def _process_for(self, owner: int) -> _Process:
         for process in self._extra:
@@ -210,7 +210,6 @@ class Workers:
         for instance, owner in list(process.instances.items()):
             if place is not None and owner in ([note.owner] if note.owner else owners[: len(owners) // 2]):
                 place.instances[instance] = process.instances.pop(instance)
-                self._process_of[instance] = place
             if owner != note.owner:
                 self.lost.add(instance)
         for number, call in process.calls.items():
@@ -219,7 +218,6 @@ class Workers:
 
 
 class _Call(NamedTuple):
-    owner: int
     sent_at: float
     answer: asyncio.Future[Answer]
 
@@ -265,7 +263,7 @@ class _Process:
         if worker is not self.worker or instance not in self.instances:  # it ended meanwhile
             raise _Again
         number = secrets.randbits(60)  # no earlier call can know it, and send an answer to this one
-        call = self.calls[number] = _Call(owner, time.monotonic(), asyncio.get_running_loop().create_future())
+        call = self.calls[number] = _Call(time.monotonic(), asyncio.get_running_loop().create_future())
         self.served.add(owner)
         worker.send(number, owner, content)
         try:
