@@ -32,6 +32,7 @@ from sortedrl.learner.batching import (
     update_batch,
 )
 from sortedrl.learner.learner import Learner
+from sortedrl.learner.losses import effective_sample_fraction
 from sortedrl.learner.models import TokenScorer, response_logprobs
 from sortedrl.learner.optimizer import AdamW, join_bf16, split_bf16
 from sortedrl.learner.settings import LearnerFlags, LearnerSettings, off_policy_correction_for
@@ -285,17 +286,13 @@ def log_weights(learner: Learner, rollouts: list[Rollout]) -> list[list[float]]:
         return [(full_logprobs(learner.model, r) - torch.tensor(r.logprobs)).tolist() for r in rollouts]
 
 
-def effective_fraction(weights: list[float]) -> float:
-    return sum(weights) ** 2 / sum(weight * weight for weight in weights) / len(weights)
-
-
 def test_effective_sample_size_is_of_untruncated_weights_by_token_and_by_rollout() -> None:
     rollouts = random_rollouts(versions=(3, 5))
     learner = learner_with(off_policy_correction="cispo", importance_cap=1.0)
     gaps = log_weights(learner, rollouts)
     metrics = learner.step(as_batch(rollouts, version=5))
-    by_token = effective_fraction([math.exp(gap) for row in gaps for gap in row])
-    by_rollout = effective_fraction([math.exp(sum(row)) for row in gaps])
+    by_token = effective_sample_fraction(torch.tensor([gap for row in gaps for gap in row]))
+    by_rollout = effective_sample_fraction(torch.tensor([sum(row) for row in gaps]))
     assert metrics["ess_token_fraction"] == pytest.approx(by_token, rel=1e-4)
     assert metrics["ess_rollout_fraction"] == pytest.approx(by_rollout, rel=1e-4)
     assert by_rollout < by_token < 1
