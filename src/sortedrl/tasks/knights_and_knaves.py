@@ -321,10 +321,10 @@ class KnightsAndKnaves(SplitTask):
         data: Path | str | None = None,
         wording: Wording = Wording.STORY,
     ) -> None:
-        self._counts = counts_by_size(characters, count, held_out_fraction, wording)
+        self._wording = Wording(wording)
+        self._counts = counts_by_size(characters, count, held_out_fraction, self._wording)
         self._seed = seed
         self._data = None if data is None else Path(data)
-        self._wording = Wording(wording)
 
     @classmethod
     def small(cls, count: int = 2400, held_out_fraction: float = 0.25, seed: int = 0) -> KnightsAndKnaves:
