@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from full_disk import fill, small_file_system
 from processes import PATIENCE_SECONDS, is_running, wait_for_end, wait_until
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.api_key import VARIABLE
@@ -170,6 +172,15 @@ def test_a_worker_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(WorkerError, match="MemoryError"):
         pool(2**30, False)
     pool.close()
+
+
+def test_workers_need_no_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_file_system(tmp_path / "disk", "64k") as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        fill(disk)
+        pool = WorkerPool(actor, workers=1, limit_seconds=20)
+        assert pool("where") == os.getcwd()
+        pool.close()
 
 
 KEPT: list[bytearray] = []

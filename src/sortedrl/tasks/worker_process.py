@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from sortedrl.core.configuration import checked_float
 from sortedrl.core.user_values import one_line, reason_of
@@ -60,7 +60,7 @@ class WorkerProcess:
         self._writer: asyncio.StreamWriter
         self._first_words = tempfile.TemporaryFile()  # noqa: SIM115 (what it prints until it is ready)
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as notes:
+        with theirs, _shared_file() as notes:
             self.page = Page(notes.fileno())
             files = (theirs.fileno(), notes.fileno())
             arguments = (*files, os.getpid(), service.memory_bytes, service.answer_bytes)
@@ -154,6 +154,13 @@ class WorkerProcess:
         if await self._exit_code() is None:
             self._process.kill()
             self._process.wait()
+
+
+def _shared_file() -> BinaryIO:
+    """In memory where there are such files: on a full disk, writing to a mapped one ends the process."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("notes"), "r+b")
+    return cast("BinaryIO", tempfile.TemporaryFile())
 
 
 def pickled(value: Any) -> bytes:
