@@ -1,5 +1,4 @@
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,22 +41,6 @@ def test_rewards_come_with_plain_detail(make: Callable[..., Any]) -> None:
     scored = collect_all(scorer)
     assert [scored[rollout_id].reward for rollout_id in range(20)] == [float(n) for n in range(20)]
     assert json.loads(json.dumps(scored[3].detail)) == {"correct": True, "parts": {"length": 3.0}}
-
-
-@pytest.mark.parametrize("make", [DirectScorer, BackgroundScorer])
-def test_a_raising_reward_and_one_that_is_no_number_are_counted(make: Callable[..., Any]) -> None:
-    def reward(rollout: Rollout) -> Reward:
-        if rollout.id == 0:
-            raise KeyError("answer")
-        return Reward(float("nan") if rollout.id == 1 else 1.0, True)
-
-    scorer = make(reward)
-    for rollout_id in range(3):
-        scorer.submit(rollout_of(rollout_id))
-    scored = collect_all(scorer)
-    assert scored[0] == Score(0, None, error="KeyError: 'answer'")
-    assert scored[1].reward is None and "nan" in str(scored[1].error)
-    assert scored[2].reward == 1.0
 
 
 def test_submit_and_collect_do_not_block_while_a_reward_runs() -> None:
@@ -160,7 +143,7 @@ class LetterTokenizer:
 
 
 class Echo:
-    """Rewards a response that equals the answer; `spin` never returns, `die` ends its process."""
+    """Rewards a response that equals the answer."""
 
     name = "echo"
 
@@ -171,40 +154,14 @@ class Echo:
         return []
 
     def score(self, problem: Problem, response: str) -> Reward:
-        if problem.answer == "spin":
-            while True:
-                pass
-        if problem.answer == "die":
-            os._exit(3)
-        if problem.answer == "raise":
-            raise RuntimeError("no judge")
         return Reward(float(response == problem.answer), response == problem.answer)
 
 
-def test_judge_decodes_without_special_tokens() -> None:
-    score = reward_function(Echo(), LetterTokenizer())
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_reward_gets_the_text_without_special_tokens(processes: int) -> None:
+    score = reward_function(Echo(), LetterTokenizer(), processes=processes)
     assert score(rollout_of(0, [1, 2, 0], answer="ab")).correct
     assert not score(rollout_of(0, [1, 2, 3], answer="ab")).correct
-
-
-def test_processes_survive_a_reward_that_spins_dies_or_raises() -> None:
-    score = reward_function(Echo(), LetterTokenizer(), processes=2, limit_seconds=3.0)
-    scorer = BackgroundScorer(score, threads=2, limit_seconds=None)
-    for rollout_id, answer in enumerate(["spin", "ab", "die", "ab", "raise", "xy", "ab"]):
-        scorer.submit(rollout_of(rollout_id, [1, 2], answer=answer))
-    scored = collect_all(scorer, seconds=60)
-    assert [scored[one].reward for one in (1, 3, 5, 6)] == [1.0, 1.0, 0.0, 1.0]
-    assert "killed" in str(scored[0].error)
-    assert "exit code 3" in str(scored[2].error)
-    assert "no judge" in str(scored[4].error)
-
-
-def test_a_task_that_cannot_be_sent_to_a_process_is_refused_at_once() -> None:
-    class Local(Echo):
-        pass
-
-    with pytest.raises(ValueError, match="top level of a module"):
-        reward_function(Local(), LetterTokenizer(), processes=1)
 
 
 class Sleeper:

@@ -1,5 +1,6 @@
 """Rollouts of several turns in the learner: the gradient is that of the policy's tokens, with the whole context."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tiny_learners import (
     tiny_model,
 )
 
+TEMPERATURE = 0.7
 TURNS = ((3, 2, 4), (2, 5, 1, 3, 2), (6,), (1, 1, 1, 1, 1, 1, 1))  # policy, environment, policy, ...
 
 
@@ -43,8 +45,11 @@ def rollouts() -> list[Rollout]:
     return made
 
 
-def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: str, aggregation: str) -> Tensor:
-    """Token by token, from the model's own logits on the whole context, without a mask: only policy tokens appear."""
+def reference_loss(
+    policy: PreTrainedModel, reference: PreTrainedModel, batch: list[Rollout], correction: str, aggregation: str
+) -> Tensor:
+    """Token by token, from the model's own logits on the whole context, without a mask: only policy tokens appear. With
+    KL to the reference and entropy, at a temperature."""
     total = torch.tensor(0.0)
     policy_tokens = sum(len(s) for r in batch for s in r.segments if not s.is_environment)
     for rollout in batch:
@@ -55,12 +60,17 @@ def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: st
         for segment in rollout.segments:
             for token, behavior in zip(segment.tokens, segment.logprobs, strict=True):
                 if not segment.is_environment:
-                    new = policy(input_ids=torch.tensor([context])).logits[0, -1].float().log_softmax(-1)[token]
+                    models = [policy, reference]
+                    logits = [model(input_ids=torch.tensor([context])).logits[0, -1] / TEMPERATURE for model in models]
+                    every, of_reference = (one.log_softmax(-1) for one in logits)
+                    new, gap = every[token], of_reference[token].detach() - every[token]
                     ratio = (new - behavior).exp()
                     if correction == "cispo":
-                        losses.append(-ratio.detach().clamp(max=2.0) * new * advantage)
+                        loss = -ratio.detach().clamp(max=2.0) * new * advantage
                     else:
-                        losses.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage))
+                        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                    kl, negative_entropy = gap.exp() - gap - 1, (every.exp() * every).sum()
+                    losses.append(loss + 0.3 * kl + 0.2 * negative_entropy)
                 context.append(token)
         weight = {"constant": 1 / 50, "token_mean": 1 / policy_tokens, "sequence_mean": 1 / len(losses) / len(batch)}
         total = total + torch.stack(losses).sum() * weight[aggregation]
@@ -71,10 +81,13 @@ def reference_loss(policy: PreTrainedModel, batch: list[Rollout], correction: st
 @pytest.mark.parametrize("correction", ["ppo_clip", "cispo"])
 def test_the_gradient_is_the_hand_written_one(correction: Any, aggregation: Any) -> None:
     settings: dict[str, Any] = {"algorithm": "grpo", "off_policy_correction": correction, "aggregation": aggregation}
-    learner = learner_with(tiny_model(1, **TWO_LAYERS), **settings, normalizer_tokens=50, max_grad_norm=NO_CLIPPING)
-    policy = tiny_model(1, **TWO_LAYERS)
+    settings |= {"kl_coefficient": 0.3, "entropy_coefficient": 0.2, "temperature": TEMPERATURE}
+    reference, policy = tiny_model(0, **TWO_LAYERS), tiny_model(1, **TWO_LAYERS)
+    learner = learner_with(copy.deepcopy(reference), **settings, normalizer_tokens=50, max_grad_norm=NO_CLIPPING)
+    learner.load_state_dict(learner.state_dict() | {"policy": dict(policy.named_parameters())})
     found = gradients(learner, rollouts(), version=3)
-    reference_loss(policy, rollouts(), correction, aggregation).backward()  # type: ignore[no-untyped-call]
+    loss = reference_loss(policy, reference, rollouts(), correction, aggregation)
+    loss.backward()  # type: ignore[no-untyped-call]
     assert_close(found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}, 2e-5)
     metrics = learner.step(as_batch(rollouts(), 3))
     assert metrics["tokens_trained"] == sum(r.policy_length for r in rollouts())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.models import hub, model_named, unreadable_model
+from sortedrl.models import PROXIES, model_named, unreadable_model
 from sortedrl.tasks.datasets import Source, read_rows
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -17,7 +17,7 @@ constants = pytest.importorskip("huggingface_hub.constants")
 def own_hub_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name in hub.PROXIES:
+    for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
 
 

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from bad_environments import SHORT_LIMIT_SECONDS, BadTask
+from counting_task import SHORT_LIMIT_SECONDS, CountingTask
 from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, speak, turn
 from paced import PacedEngine
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, RejectionWatch, Schedule, events
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.turns import Answer
-from sortedrl.tasks.environment_host import WorkerHosts
+from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 
 LIMIT_SECONDS = 30.0
-HEALTHY = "healthy"
+HEALTHY = "end"
 
 
 def all_in_their_second_turn(environments: TaskEnvironments, rollouts: Sequence[Rollout]) -> dict[int, Answer]:
@@ -33,7 +33,7 @@ def all_in_their_second_turn(environments: TaskEnvironments, rollouts: Sequence[
 @contextlib.contextmanager
 def environments_of(does: str, workers: int = 1) -> Iterator[TaskEnvironments]:
     limit = SHORT_LIMIT_SECONDS if "block" in does or "slow" in does else LIMIT_SECONDS
-    host = WorkerHosts(BadTask(has_state="state" in does), workers=workers, limit_seconds=limit)
+    host = WorkerHosts(CountingTask(remembers="state" in does), workers=workers, limit_seconds=limit)
     with contextlib.closing(host):
         yield TaskEnvironments(TOKENIZER, host)
 
@@ -60,7 +60,7 @@ def test_only_the_culprit_has_an_error_and_the_others_an_answer(does: str) -> No
     rollouts = [rollout_of(number, does if number == 2 else HEALTHY) for number in range(5)]
     with environments_of(does) as environments:
         answers = all_in_their_second_turn(environments, rollouts)
-        assert {id: answer.reward for id, answer in answers.items() if id != 2} == {0: 1.0, 1: 1.0, 3: 1.0, 4: 1.0}
+        assert {id: answer.reward for id, answer in answers.items() if id != 2} == {0: 2.0, 1: 2.0, 3: 2.0, 4: 2.0}
         assert ENDS[does] in str(answers[2].error)
         again = answers_of(environments, [rollouts[2]])  # from now on in a process of its own
         assert ENDS[does] in str(again[2].error)
@@ -71,19 +71,19 @@ def test_what_is_over_in_time_costs_nobody_anything(does: str) -> None:
     rollouts = [rollout_of(number, does if number % 2 else HEALTHY) for number in range(6)]
     with environments_of(does) as environments:
         answers = all_in_their_second_turn(environments, rollouts)
-        assert [answers[id].reward for id in range(6)] == [1.0] * 6
+        assert [answers[id].reward for id in range(6)] == [2.0] * 6
 
 
 def test_an_end_that_is_pending_and_a_replay_that_differs_are_not_held_against_a_rollout() -> None:
     """`finish` of rollout 1 is pending when the process ends; rollout 2 cannot be brought back."""
-    bad, ended, random = rollout_of(0, "dies"), rollout_of(1, HEALTHY), rollout_of(2, "is random")
+    bad, ended, random = rollout_of(0, "dies"), rollout_of(1, HEALTHY), rollout_of(2, "random")
     with environments_of("dies") as environments:
         for rollout in (bad, ended, random, random):
             turn(environments, rollout)
         end_by("max_turns", ended)
         environments.ends.submit(ended)
         assert "exit code 3" in str(turn(environments, bad).error)
-        assert [(one.reward, one.error) for one in scores_of(environments)] == [(0.5, None)]
+        assert [(one.reward, one.error) for one in scores_of(environments)] == [(-1.0, None)]
         lost = turn(environments, random)
         assert lost.is_lost and not lost.counts, "it lost its instance by another's fault"
 

@@ -134,12 +134,6 @@ def test_mistakes_are_named(folder: Path, name: str, options: dict[str, object],
         task_by_name(name, **options)
 
 
-def test_a_missing_column_is_named(folder: Path) -> None:
-    task = task_by_name("my_rewards:exact", data="prompts.jsonl", question_column="prompt")
-    with pytest.raises(ValueError, match="no question column 'prompt'; its columns are 'ask', 'data'"):
-        task.train()
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [

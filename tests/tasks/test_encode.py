@@ -61,7 +61,7 @@ def test_over_long_prompts_are_left_out_counted_and_the_longest_is_shown() -> No
     ]
     encoded = encode(problems, tokenizer, max_prompt_tokens=4)
     assert [prompt.id for prompt in encoded.prompts] == ["short"]
-    assert [(one.problem.id, one.length) for one in encoded.rejected] == [("longest", 13), ("long", 9)]
+    assert [(prompt.id, len(prompt.tokens)) for prompt in encoded.rejected] == [("longest", 13), ("long", 9)]
     notice = encoded.rejection_notice()
     assert notice is not None and notice.startswith("2 of 3 prompts have more than 4 tokens")
     assert "longest" in notice and "13" in notice

@@ -16,7 +16,8 @@ from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_
 from processes import wait_for_end, wait_until
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.tasks.environment_calls import turns_of
-from sortedrl.tasks.environment_host import Host, LocalHost, WorkerHosts
+from sortedrl.tasks.environment_host import Host, LocalHost
+from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
 from sortedrl.tasks.tools import ToolEnvironment, calculator
@@ -61,17 +62,6 @@ def test_turns_of_an_episode_go_to_one_instance_in_order(kind: str, tmp_path: Pa
         assert (end.reward, end.detail) == (3.0, {"correct": True, "parts": {"part": 0.5, "turns": 3}})
         wait_until(lambda: "p0 close" in notes(log))
     assert notes(log) == ["p0 reset", "p0 step hello", "p0 step again", "p0 step end", "p0 close"]
-
-
-def test_rollouts_have_their_own_instances(kind: str) -> None:
-    with environments_of(kind) as (environments, _):
-        rollouts = [rollout_of(number) for number in range(20)]
-        for place in range(3):
-            for rollout in rollouts:
-                speak(rollout)
-            for answer in answers_of(environments, rollouts, place).values():
-                assert f"turn {place + 1} of p{answer.rollout_id}" in shown(answer)
-                rollouts[answer.rollout_id].observe(list(answer.observation or ()))
 
 
 @pytest.mark.parametrize("remembers", [False, True])

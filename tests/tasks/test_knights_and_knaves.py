@@ -160,6 +160,7 @@ def test_a_story_names_everyone_and_says_everything(task: KnightsAndKnaves) -> N
     [
         ({"characters": (1, 3)}, ["characters = (1, 3)", "2 to"]),
         ({"characters": ()}, ["characters = ()"]),
+        ({"characters": (2, 6), "wording": "compact"}, ["characters = (2, 6)", "compact wording", "2 to 5"]),
         ({"held_out_fraction": 1.5}, ["held_out_fraction = 1.5"]),
         ({"count": 10}, ["count = 10", "at least 50"]),
     ],

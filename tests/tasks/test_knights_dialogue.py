@@ -12,7 +12,6 @@ from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, WARM_START_SHARE, f
 from sortedrl.tasks.knights_dialogue import (
     KnightsDialogue,
     asked,
-    chance,
     question,
     random_dialogue,
     silence,
@@ -86,7 +85,7 @@ def test_an_early_answer_is_right_as_often_as_chance(task: KnightsDialogue) -> N
     rewards = [play(problem, worked_dialogue(problem.answer, rng, flaws)) for problem in task.train()]
     assert all(reward.parts["asked"] == 0.0 for reward in rewards)
     right = sum(reward.correct for reward in rewards)
-    expected = chance(task.train()) * len(rewards)
+    expected = sum(1 / problem.answer.candidates for problem in task.train())
     assert abs(right - expected) < 4 * expected**0.5
 
 

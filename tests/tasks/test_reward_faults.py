@@ -57,10 +57,10 @@ Pools = dict[float, WorkerPool]
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
     """Shared by all faults: what one of them does must not matter to the next."""
-    made = {
-        limit: reward_workers(Faults(), workers=WORKERS, limit_seconds=limit, memory_bytes=MEMORY_BYTES)
-        for limit in (LIMIT_SECONDS, SHORT_LIMIT_SECONDS, SHORTEST_LIMIT_SECONDS)
-    }
+    limits = (LIMIT_SECONDS, SHORT_LIMIT_SECONDS, SHORTEST_LIMIT_SECONDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sortedrl.tasks.worker_process.memory_per_worker", lambda: MEMORY_BYTES)
+        made = {limit: reward_workers(Faults(), workers=WORKERS, limit_seconds=limit) for limit in limits}
     yield made
     for pool in made.values():
         pool.close()

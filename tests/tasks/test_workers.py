@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from full_disk import fill, small_file_system
 from processes import PATIENCE_SECONDS, is_running, wait_for_end, wait_until
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.api_key import VARIABLE
@@ -62,8 +64,6 @@ def act(what: str) -> Any:
         os._exit(3)
     if what == "exit later":
         threading.Timer(0.1, os._exit, [3]).start()
-    if what == "child":
-        return subprocess.Popen(["sleep", "600"]).pid
     if what == "daemon":
         shell = subprocess.run(["setsid", "sh", "-c", "sleep 600 >&- & echo $!"], stdout=subprocess.PIPE, check=True)
         return int(shell.stdout)
@@ -137,14 +137,6 @@ def test_one_that_died_after_its_last_call_is_not_held_against_the_next(pool: Wo
     assert pool("pid") != first
 
 
-def test_what_a_call_started_ends_with_its_worker(pool: WorkerPool) -> None:
-    child, worker = pool("child"), pool("pid")
-    assert is_running(child) and is_running(worker)
-    with pytest.raises(WorkerError, match="exit code 3"):
-        pool("exit")
-    wait_for_end(child, worker)
-
-
 @pytest.mark.parametrize("end", ["exit", "spin", "close"])
 def test_what_left_its_session_ends_with_its_worker_too(end: str) -> None:
     pool = WorkerPool(actor, workers=1, limit_seconds=LIMIT_SECONDS)
@@ -171,14 +163,24 @@ def test_what_a_call_did_to_its_worker_is_not_held_against_the_next(what: str) -
     pool.close()
 
 
-def test_a_worker_without_memory_is_replaced() -> None:
+def test_a_worker_without_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that leaks fails in the end; the next one has all the memory again."""
-    pool = WorkerPool(partial(partial, take), workers=1, limit_seconds=20, memory_bytes=2**29)
+    monkeypatch.setattr("sortedrl.tasks.worker_process.memory_per_worker", lambda: 2**29)
+    pool = WorkerPool(partial(partial, take), workers=1, limit_seconds=20)
     assert [pool(2**28, False), pool(2**27, True), pool(2**27, True)] == [2**28, 2**27, 2**27]
     assert pool(2**28, False) == 2**28
     with pytest.raises(WorkerError, match="MemoryError"):
         pool(2**30, False)
     pool.close()
+
+
+def test_workers_need_no_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_file_system(tmp_path / "disk", "64k") as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        fill(disk)
+        pool = WorkerPool(actor, workers=1, limit_seconds=20)
+        assert pool("where") == os.getcwd()
+        pool.close()
 
 
 KEPT: list[bytearray] = []

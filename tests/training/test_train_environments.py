@@ -275,7 +275,7 @@ def test_finish_gets_the_limit_that_cut_a_turn_of_an_evaluation(tmp_path: Path, 
 
 def _is_worker(process: int) -> bool:
     try:
-        return b"environment_server" in Path(f"/proc/{process}/cmdline").read_bytes()
+        return b"worker_server" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -121,7 +121,9 @@ def load_newest_intact(folder: Path, log: Callable[[str], None]) -> Checkpoint:
         if damage is None:
             checkpoint = _read(path)
             for bad, why in damaged:
-                aside = _set_aside(bad)
+                aside = bad.with_name(f"{_DAMAGED}{bad.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                bad.rename(aside)
                 log(f"checkpoint {bad} is damaged: {why}. Renamed to {aside.name}; the run continues from {path.name}")
             return checkpoint
         damaged.append((path, damage))
@@ -197,13 +199,6 @@ def unusable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path} cannot be used: {reason}. Move it out of {path.parent}: the one before it is used then"
     )
-
-
-def _set_aside(path: Path) -> Path:
-    aside = path.with_name(f"{_DAMAGED}{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    return aside
 
 
 def _write_files(folder: Path, learner: dict[str, Any], controller: dict[str, Any], notes: dict[str, Any]) -> None:

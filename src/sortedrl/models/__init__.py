@@ -5,13 +5,18 @@ and the measured scores.
 """
 
 import json
+import logging
+import os
 import re
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.user_values import one_line
-from sortedrl.models.hub import prepare_hub
 
+PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+HUB_SECONDS = 5.0  # to open a connection to the Hugging Face hub
 _HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*(/\w[\w.-]*)?")  # name or owner/name
 _FIX = "Name a folder with config.json and weights, a hub name that this machine can reach, or built-in."
 BUILT_IN_MODEL = Path(__file__).parent / "knights-tiny"
@@ -23,8 +28,6 @@ def model_named(name: str, task: str = "") -> str:
     """The folder or hub name for a user's `model`; `task` decides between the built-in ones.
 
     A path without a model is refused at once.
-
-    For a hub name, the hub is prepared (hub.py).
     """
     if name == "built-in":
         return str(DIALOGUE_MODEL if task == DIALOGUE_TASK else BUILT_IN_MODEL)
@@ -67,3 +70,24 @@ def unreadable_model(name: str, error: Exception) -> ConfigurationError:
     else:
         why = "there is no such folder, and no such model could be loaded from the Hugging Face hub"
     return ConfigurationError("model", name, why, _FIX)
+
+
+def prepare_hub() -> bool:
+    """Call it before a model or a dataset is loaded by its hub name. Returns whether the hub can be reached.
+
+    If no connection opens soon, only the cache is read from now on: anything else fails at once, instead of after a
+    minute of retries. The hub's own log lines about retries are turned off: one error follows.
+    """
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if any(os.environ.get(name) for name in PROXIES):
+        return True  # a connection through a proxy is the client's business
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), timeout=HUB_SECONDS).close()
+    except OSError:
+        import huggingface_hub.constants
+
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for processes of the engine
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        return False
+    return True

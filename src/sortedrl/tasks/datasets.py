@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sortedrl.core.wording import kind_of
-from sortedrl.models.hub import prepare_hub
+from sortedrl.models import prepare_hub
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.task import Problem
 

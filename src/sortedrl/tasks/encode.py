@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.user_values import reason_of, require_unique_ids
@@ -21,19 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class TooLong(NamedTuple):
-    """A problem that was left out, and the length of its prompt in tokens."""
-
-    problem: Problem
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """`prompts` in the order of their problems; `rejected` were too long, longest first."""
 
     prompts: tuple[Prompt, ...]
-    rejected: tuple[TooLong, ...]
+    rejected: tuple[Prompt, ...]
     max_prompt_tokens: int
     kind: str = "prompts"
 
@@ -44,8 +38,8 @@ class Encoded:
         longest = self.rejected[0]
         return (
             f"{len(self.rejected)} of {len(self.rejected) + len(self.prompts)} {self.kind} have more than "
-            f"{self.max_prompt_tokens} tokens and are left out; the longest, {longest.problem.id}, has "
-            f"{longest.length}: {longest.problem.question[:60]!r}..."
+            f"{self.max_prompt_tokens} tokens and are left out; the longest, {longest.id}, has "
+            f"{len(longest.tokens)}: {longest.payload.question[:60]!r}..."
         )
 
 
@@ -61,19 +55,15 @@ def encode(
     With `tokens_of`, these are the prompt's tokens. `kind` names the prompts in messages.
     """
     require_unique_ids("problems", [problem.id for problem in problems])
-    prompts: list[Prompt] = []
-    rejected: list[TooLong] = []
-    for problem in problems:
-        tokens = prompt_tokens(problem, tokenizer) if tokens_of is None else list(tokens_of(problem))
-        if len(tokens) > max_prompt_tokens:
-            rejected.append(TooLong(problem, len(tokens)))
-        else:
-            prompts.append(Prompt(problem.id, tokens, problem))
-    rejected.sort(key=lambda one: -one.length)
-    encoded = Encoded(tuple(prompts), tuple(rejected), max_prompt_tokens, kind)
-    if rejected and not prompts:
+    tokens_of = tokens_of or partial(prompt_tokens, tokenizer=tokenizer)
+    prompts = [Prompt(problem.id, list(tokens_of(problem)), problem) for problem in problems]
+    fitting = [prompt for prompt in prompts if len(prompt.tokens) <= max_prompt_tokens]
+    rejected = [prompt for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]
+    rejected.sort(key=lambda prompt: -len(prompt.tokens))
+    encoded = Encoded(tuple(fitting), tuple(rejected), max_prompt_tokens, kind)
+    if rejected and not fitting:
         raise ValueError(
-            f"no {kind} left: {encoded.rejection_notice()} The shortest has {rejected[-1].length} tokens; "
+            f"no {kind} left: {encoded.rejection_notice()} The shortest has {len(rejected[-1].tokens)} tokens; "
             f"set max_prompt_tokens to at least that"
         )
     return encoded
@@ -127,7 +117,7 @@ def prompt_text(problem: Problem, tokenizer: PreTrainedTokenizerBase, tools: Seq
         return _render([{"role": "user", "content": f"{problem.system}\n\n{problem.question}"}], tokenizer, tools)
 
 
-def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> str:
+def _render(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] = ()) -> str:
     """With `tools`, transformers derives their schemas; a template that ignores them is refused."""
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     if not tools:
@@ -205,10 +195,9 @@ class ChatTurns:
         text = self._rendered([_QUESTION, {"role": "assistant", "content": _MARK}, *map(dict, messages)])
         return text[text.index(_MARK) + len(_MARK) :]
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered(self, messages: Sequence[dict[str, Any]]) -> str:
         try:
-            render: Callable[..., Any] = self._tokenizer.apply_chat_template
-            return str(render(list(messages), tokenize=False, add_generation_prompt=True))
+            return _render(list(messages), self._tokenizer)
         except Exception as error:  # a TypeError, too: most templates add texts, and a content may be anything
             raise TemplateRefused(
                 f"the chat template of {self._tokenizer.name_or_path!r} refuses these messages: {reason_of(error)}"

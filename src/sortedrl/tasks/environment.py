@@ -31,7 +31,7 @@ from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.scoring import Scorer
 from sortedrl.core.turns import Environments
 from sortedrl.core.user_values import shown
-from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
+from sortedrl.tasks.task import Problem, Problems, Reward, Task, checked_reward
 
 Message = Mapping[str, Any]  # of a chat: role and content
 Prompt = str | Sequence[Message] | Sequence[int] | None  # None: the problem's own system and question
@@ -69,14 +69,8 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class EnvironmentTask(Protocol):
+class EnvironmentTask(Problems, Protocol):
     """A task whose rewards come from an environment instead of a `score`."""
-
-    name: str
-
-    def train(self) -> Sequence[Problem]: ...
-
-    def held_out(self) -> Sequence[Problem]: ...
 
     def environment(self) -> Environment:
         """A new instance, for one rollout."""
@@ -95,15 +89,9 @@ class ServedEnvironments(Protocol):
 
 
 @runtime_checkable
-class ServedTask(Protocol):
+class ServedTask(Problems, Protocol):
     """A task whose environments another library plays (integrations/verifiers): it makes their prompts, observations
     and rewards, in processes of its own."""
-
-    name: str
-
-    def train(self) -> Sequence[Problem]: ...
-
-    def held_out(self) -> Sequence[Problem]: ...
 
     def prompt(self, problem: Problem, tokenizer: Any) -> Sequence[int]:
         """The tokens that an episode of this problem starts with."""

@@ -8,7 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Score
@@ -70,25 +70,40 @@ class Inbox(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """`call`: the scheduler's number; None for the end of a rollout by a limit."""
+    """`call`: the scheduler's number; None for the end of a rollout by a limit. `turns` are those of the rollout, which
+    an instance plays."""
 
     rollout_id: int
     attempt: int
     call: int | None
+    instance: int
+    turns: Sequence[Turn]
 
     def answer(self) -> Answer:
         """One without content."""
         return Answer(self.rollout_id, -1 if self.call is None else self.call)
 
 
-P = TypeVar("P", bound=Pending)
+class Numbered(Protocol):
+    @property
+    def call(self) -> int: ...
 
 
-class EnvironmentCalls(ABC, Generic[P]):
+R = TypeVar("R", bound=Numbered)
+
+
+class Results(Protocol[R]):
+    def collect(self) -> list[R]: ...
+
+    def wait(self, timeout_seconds: float) -> None: ...
+
+
+class EnvironmentCalls(ABC, Generic[R]):
     """The environments of a run; `ends` is the scorer of rollouts that a limit ended."""
 
-    def __init__(self) -> None:
-        self._pending: dict[int, P] = {}  # by a number of its own for each call
+    def __init__(self, results: Results[R]) -> None:
+        self._results = results
+        self._pending: dict[int, Pending] = {}  # by a number of its own for each call
         self._answers: list[Answer] = []
         self._scores: list[Score] = []
         self.ends = Ends(self)
@@ -113,7 +128,7 @@ class EnvironmentCalls(ABC, Generic[P]):
 
     def wait(self, timeout_seconds: float) -> None:
         if not self._answers and not self._scores:
-            self._wait_for_results(timeout_seconds)
+            self._results.wait(timeout_seconds)
 
     def cancel(self, rollout_id: int) -> None:
         for number in [number for number, pending in self._pending.items() if pending.rollout_id == rollout_id]:
@@ -121,23 +136,24 @@ class EnvironmentCalls(ABC, Generic[P]):
         self._answers = [answer for answer in self._answers if answer.rollout_id != rollout_id]
         self._drop(rollout_id)
 
-    def _deliver(self, pending: Pending, answer: Answer) -> None:
-        if pending.call is not None:
-            self._answers.append(answer)
-        else:
-            _, _, _, reward, detail, error, is_lost, counts = answer
-            self._scores.append(Score(pending.rollout_id, reward, detail, error, pending.attempt, is_lost, counts))
+    def _take_results(self) -> None:
+        for result in self._results.collect():
+            pending = self._pending.pop(result.call, None)
+            if pending is None:  # canceled
+                continue
+            answer = self._answer(pending, result)
+            if pending.call is not None:
+                self._answers.append(answer)
+            else:
+                _, _, _, reward, detail, error, is_lost, counts = answer
+                self._scores.append(Score(pending.rollout_id, reward, detail, error, pending.attempt, is_lost, counts))
 
     @abstractmethod
     def submit_end(self, rollout: Rollout) -> None:
         """A limit ended the rollout: ask for its reward."""
 
     @abstractmethod
-    def _take_results(self) -> None:
-        """Take those of pending calls out of `_pending` and deliver them; the others were canceled."""
-
-    @abstractmethod
-    def _wait_for_results(self, timeout_seconds: float) -> None: ...
+    def _answer(self, pending: Pending, result: R) -> Answer: ...
 
     @abstractmethod
     def _drop(self, rollout_id: int) -> None:
@@ -147,7 +163,7 @@ class EnvironmentCalls(ABC, Generic[P]):
 class Ends:
     """The scorer of a run with environments: it only gets rollouts that a limit ended."""
 
-    def __init__(self, environments: EnvironmentCalls[P]) -> None:
+    def __init__(self, environments: EnvironmentCalls[Any]) -> None:
         self._environments = environments
 
     @property

@@ -1,29 +1,20 @@
 """Hosts environment instances: creates them, passes turns to them, brings lost ones back.
 
-A host lives in this process (`LocalHost`), or in worker processes (`WorkerHosts`), where instances can neither crash
-nor block this one. A call holds all that is needed to bring its instance back, so a host may lose instances at any
-time.
+A host lives in this process (`LocalHost`), or in worker processes (environment_workers.py), where instances can neither
+crash nor block this one. A call holds all that is needed to bring its instance back, so a host may lose any instance.
 """
 
 import asyncio
 import json
-import zlib
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.user_values import reason_of
-from sortedrl.tasks.environment import Environment, EnvironmentTask, Response, as_messages, end_of, is_end
-from sortedrl.tasks.environment_calls import Inbox
+from sortedrl.tasks.environment import Environment, Response, as_messages, end_of, is_end
 from sortedrl.tasks.task import Problem
-from sortedrl.tasks.worker_process import Service, WorkerError, pickled
-from sortedrl.tasks.workers import HasWorkers, Workers
 
-SERVER = "sortedrl.tasks.environment_server"  # what runs in the worker processes
-MAX_ANSWER_BYTES = 4 * 1024 * 1024
-AWAITS = "an environment blocks it: use `await` for calls that take long"
+ERRORS = (Exception, SystemExit, KeyboardInterrupt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +70,15 @@ class Lost(Exception):
 class Instances:
     """The live instances of one process.
 
-    `in_main_thread` of the run: there a KeyboardInterrupt is Ctrl-C, which ends the run. In worker processes and other
-    threads it is an error of the environment. `ends_process`: a MemoryError is raised, because other instances may be
-    the reason, and the process should end.
+    `raises`: the errors that are not those of the environment. In the main thread of the run a KeyboardInterrupt is
+    Ctrl-C, which ends the run. Of a MemoryError in a worker process other instances may be the reason, and the process
+    should end.
     """
 
-    def __init__(
-        self, build: Callable[[], Environment], *, in_main_thread: bool = False, ends_process: bool = False
-    ) -> None:
+    def __init__(self, build: Callable[[], Environment], *, raises: tuple[type[BaseException], ...] = ()) -> None:
         self._build = build
-        self._ends_process = ends_process
+        self._raises = raises
         self._time_limits: dict[int, asyncio.Timeout] = {}  # by call
-        self._errors = (Exception, SystemExit) if in_main_thread else (Exception, SystemExit, KeyboardInterrupt)
         self._live: dict[int, Environment] = {}
 
     async def answer(self, call: Call, limit_seconds: float) -> Result:
@@ -103,8 +91,8 @@ class Instances:
         except TimeoutError as error:
             reason = reason_of(error) if str(error) else f"no answer within {limit_seconds:g} s"
             result = Result(call.number, error=reason)
-        except self._errors as error:
-            if self._ends_process and isinstance(error, MemoryError):
+        except ERRORS as error:
+            if isinstance(error, self._raises):
                 raise
             result = Result(call.number, error=reason_of(error))
         finally:
@@ -125,8 +113,9 @@ class Instances:
             try:
                 async with asyncio.timeout(limit_seconds):
                     await close()
-            except self._errors:
-                return  # its rollout has all that it needs
+            except ERRORS as error:  # its rollout has all that it needs
+                if isinstance(error, self._raises):
+                    raise
 
     async def _answered(self, call: Call) -> Result:
         environment = self._live.get(call.instance)
@@ -174,7 +163,7 @@ class LocalHost:
     """Answers in this process, inside `submit`: nothing depends on timing. For environments that are fast and safe."""
 
     def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
-        self._instances = Instances(build, in_main_thread=True)
+        self._instances = Instances(build, raises=(KeyboardInterrupt,))
         self._limit_seconds = limit_seconds
         self._loop = asyncio.new_event_loop()
         self._done: list[Result] = []
@@ -194,60 +183,3 @@ class LocalHost:
 
     def close(self) -> None:
         self._loop.close()
-
-
-class WorkerHosts(HasWorkers):
-    """A host in `workers` processes; an instance stays in its process. Raises ValueError if the task cannot be pickled.
-
-    A call that awaits too long is canceled in its process; a process whose event loop is blocked beyond the limit is
-    killed.
-    """
-
-    def __init__(
-        self, task: EnvironmentTask, *, workers: int, limit_seconds: float, memory_bytes: int | None = None
-    ) -> None:
-        build = partial(_instances_of, task)
-        service = Service.of(build, limit_seconds, memory_bytes, MAX_ANSWER_BYTES, server=SERVER, notes_calls=True)
-        super().__init__(service, workers)
-        self._done: Inbox[Result] = Inbox()
-        self._calls: dict[int, Future[None]] = {}  # by instance: its last call
-        self.collect, self.wait = self._done.collect, self._done.wait
-
-    def submit(self, call: Call) -> None:
-        try:
-            content = pickled(call)
-        except ValueError as error:
-            self._done.add([Result(call.number, error=f"the problem {error}")])
-            return
-        self._calls[call.instance] = self._workers.run(_answer(self._workers, self._done, call, content))
-
-    def drop(self, instance: int) -> None:
-        call = self._calls.pop(instance, None)
-        if call is not None:
-            call.cancel()
-            self._workers.run(_leave(self._workers, instance))
-
-
-async def _answer(workers: Workers, done: Inbox[Result], call: Call, content: bytes) -> None:
-    try:
-        result = Result(*await workers.answer(call.instance, _owner_of(call), content))
-    except TimeoutError as error:
-        result = Result(call.number, error=f"{error}; {AWAITS}")
-    except (WorkerError, TypeError) as error:  # TypeError: not a result
-        result = Result(call.number, error=str(error))
-    done.add([result._replace(call=call.number, counts=call.instance not in workers.lost)])
-    workers.lost.discard(call.instance)
-
-
-async def _leave(workers: Workers, instance: int) -> None:
-    workers.leave(instance, pickled(instance))
-
-
-def _owner_of(call: Call) -> int:
-    """A short name of its problem, and not 0."""
-    return zlib.crc32(str(getattr(call.problem, "id", call.instance)).encode()) + 1
-
-
-def _instances_of(task: EnvironmentTask) -> Instances:
-    build: Callable[[], Environment] = task.environment
-    return Instances(build, ends_process=True)

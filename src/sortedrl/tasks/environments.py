@@ -26,18 +26,12 @@ class _Instance:
     state: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending(Pending):
-    instance: int
-    turns: list[Turn]
-
-
 class ObservationTokens(Protocol):
     def observation(self, messages: Sequence[Message], response: Sequence[int]) -> list[int]:
         """The tokens from the end of a response to the start of the next one. Raises TemplateRefused."""
 
 
-class TaskEnvironments(EnvironmentCalls[_Pending]):
+class TaskEnvironments(EnvironmentCalls[Result]):
     """Instances of a task's environments in a host. `eos_token_ids`: all tokens that end a turn; default: the
     tokenizer's."""
 
@@ -50,7 +44,7 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         eos_token_ids: Collection[int] | None = None,
         chat: ObservationTokens | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(host)
         self._tokenizer = tokenizer
         self._eos_token_ids = frozenset([tokenizer.eos_token_id] if eos_token_ids is None else eos_token_ids)
         self._tools = tools
@@ -110,7 +104,7 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
     ) -> None:
         instance = self._instance_of(rollout, len(earlier))
         number = next(self._numbers)
-        self._pending[number] = _Pending(rollout.id, rollout.attempt, call, instance.number, turns)
+        self._pending[number] = Pending(rollout.id, rollout.attempt, call, instance.number, turns)
         problem = self._problem(rollout)
         self._host.submit(Call(number, instance.number, problem, tuple(earlier), instance.state, response, reason))
 
@@ -131,23 +125,14 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         if instance is not None:
             self._host.drop(instance.number)
 
-    def _take_results(self) -> None:
-        for result in self._host.collect():
-            pending = self._pending.pop(result.call, None)
-            if pending is None:  # canceled
-                continue
-            self._deliver(pending, self._answer(pending, result))
-
-    def _wait_for_results(self, timeout_seconds: float) -> None:
-        self._host.wait(timeout_seconds)
-
-    def _answer(self, pending: _Pending, result: Result) -> Answer:
+    def _answer(self, pending: Pending, result: Result) -> Answer:
         answer = pending.answer()
         difference = self._difference(pending.turns, result)
         if difference is not None:
             result = Result(result.call, error=difference, is_lost=True, counts=result.counts)
-        if result.observation is None:
-            self._end(pending)
+        instance = self._instances.get(pending.rollout_id)
+        if result.observation is None and instance is not None and instance.number == pending.instance:
+            self._drop(pending.rollout_id)
         if result.error is not None:
             return answer._replace(error=result.error, is_lost=result.is_lost, counts=result.counts)
         if result.reward is not None:
@@ -163,11 +148,6 @@ class TaskEnvironments(EnvironmentCalls[_Pending]):
         instance.answered += 1
         instance.state = result.state
         return answer._replace(observation=tokens)
-
-    def _end(self, pending: _Pending) -> None:
-        instance = self._instances.get(pending.rollout_id)
-        if instance is not None and instance.number == pending.instance:
-            self._drop(pending.rollout_id)
 
     def _difference(self, turns: Sequence[Turn], result: Result) -> str | None:
         """Why a replay is not what the rollout recorded; None if it is, or if nothing was replayed."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from hashlib import blake2b
-from itertools import islice, product
+from itertools import islice, product, starmap
 from math import ceil
 from pathlib import Path
 
@@ -153,8 +153,8 @@ def fingerprint(puzzle: Puzzle) -> float:
     """
     marks = [""] * puzzle.characters
     for _ in range(3):
-        marks = [_digest(_marked(claim, speaker, marks)) for speaker, claim in enumerate(puzzle.claims)]
-    return int(_digest("|".join(sorted(marks))), 16) / 16**16
+        marks = [digest(_marked(claim, speaker, marks)) for speaker, claim in enumerate(puzzle.claims)]
+    return int(digest("|".join(sorted(marks))), 16) / 16**16
 
 
 def _marked(claim: Claim, speaker: int, marks: Sequence[str]) -> str:
@@ -170,7 +170,7 @@ def _marked(claim: Claim, speaker: int, marks: Sequence[str]) -> str:
             return f"{connective}({','.join(parts)})"
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -269,11 +269,12 @@ def claim_text(claim: Claim, names: Sequence[str], wording: Wording = Wording.ST
             return f"{first} {connective} {second}"
 
 
+def statement(speaker: int, claim: Claim) -> str:
+    return f"{COMPACT_NAMES[speaker]} says {claim_text(claim, COMPACT_NAMES, Wording.COMPACT)}."
+
+
 def compact_text(puzzle: Puzzle) -> str:
-    return " ".join(
-        f"{COMPACT_NAMES[speaker]} says {claim_text(claim, COMPACT_NAMES, Wording.COMPACT)}."
-        for speaker, claim in enumerate(puzzle.claims)
-    )
+    return " ".join(starmap(statement, enumerate(puzzle.claims)))
 
 
 def _content(puzzle: Puzzle) -> str:
@@ -320,10 +321,10 @@ class KnightsAndKnaves(SplitTask):
         data: Path | str | None = None,
         wording: Wording = Wording.STORY,
     ) -> None:
-        self._counts = counts_by_size(characters, count, held_out_fraction, wording)
+        self._wording = Wording(wording)
+        self._counts = counts_by_size(characters, count, held_out_fraction, self._wording)
         self._seed = seed
         self._data = None if data is None else Path(data)
-        self._wording = Wording(wording)
 
     @classmethod
     def small(cls, count: int = 2400, held_out_fraction: float = 0.25, seed: int = 0) -> KnightsAndKnaves:
@@ -365,7 +366,7 @@ class KnightsAndKnaves(SplitTask):
             names = rng.sample(STORY_NAMES, puzzle.characters)
             question, system = story_text(puzzle, names, rng), SYSTEM
         answer = dict(zip(names, solutions(puzzle)[0], strict=True))
-        return Problem(f"{puzzle.characters}ppl-{_digest(_content(puzzle))}", question, answer, system)
+        return Problem(f"{puzzle.characters}ppl-{digest(_content(puzzle))}", question, answer, system)
 
 
 def counts_by_size(

@@ -7,7 +7,7 @@ from sortedrl.tasks.task import Reward
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _RESPONSE = re.compile(r"\s*<think>.*</think>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
-_FILLER = re.compile(r"(?:[\s,;.*-]|\(?\d+[).:]|\band\b)*", re.IGNORECASE)  # list marks between statements
+_FILLER = r"(?:[\s,;.*-]|\(?\d+[).:]|\band\b)*+"  # list marks between statements
 
 
 def read_response(response: str) -> str | None:
@@ -29,23 +29,19 @@ def read_answer(text: str, names: Sequence[str]) -> dict[str, bool] | None:
     """
     listed = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     statement = re.compile(
-        rf"(?P<name>{listed})\**\s*(?:\bis(?:\s+a)?\b|[:=])\s*\**(?P<kind>knight|knave)\b", re.IGNORECASE
+        rf"{_FILLER}(?P<name>{listed})\**\s*(?:\bis(?:\s+a)?\b|[:=])\s*\**(?P<kind>knight|knave)\b{_FILLER}",
+        re.IGNORECASE,
     )
     spelled = {name.lower(): name for name in names}
     said: dict[str, bool] = {}
-    position = _end_of(_FILLER, text, 0)
+    position = 0
     while position < len(text):
         match = statement.match(text, position)
         if match is None or spelled[match["name"].lower()] in said:
             return None
         said[spelled[match["name"].lower()]] = match["kind"].lower() == "knight"
-        position = _end_of(_FILLER, text, match.end())
+        position = match.end()
     return said if len(said) == len(names) else None
-
-
-def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:
-    match = pattern.match(text, position)
-    return match.end() if match else position
 
 
 def reward_function(response: str, answer: Mapping[str, bool]) -> Reward:

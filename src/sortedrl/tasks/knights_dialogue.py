@@ -19,8 +19,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
-from statistics import fmean
 
 from sortedrl.tasks.knights_and_knaves import (
     COMPACT_NAMES,
@@ -31,11 +29,12 @@ from sortedrl.tasks.knights_and_knaves import (
     Joined,
     Puzzle,
     Wording,
-    claim_text,
     counts_by_size,
+    digest,
     fingerprint,
     random_claim,
     solutions,
+    statement,
 )
 from sortedrl.tasks.knights_answers import reward_function
 from sortedrl.tasks.task import Problem, Reward, SplitTask
@@ -74,7 +73,7 @@ class DialoguePuzzle:
         return " ".join(silence(one) if one in self.silent else self.statement(one) for one in characters)
 
     def statement(self, speaker: int) -> str:
-        return f"{COMPACT_NAMES[speaker]} says {_text(self.puzzle.claims[speaker])}."
+        return statement(speaker, self.puzzle.claims[speaker])
 
 
 def silence(character: int) -> str:
@@ -133,10 +132,6 @@ def _silenced(claims: Sequence[Claim], silent: Sequence[int]) -> Puzzle:
     return Puzzle(tuple(said))
 
 
-def _text(claim: Claim) -> str:
-    return claim_text(claim, COMPACT_NAMES, Wording.COMPACT)
-
-
 # --- task ------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +139,7 @@ class KnightsDialogue(SplitTask):
     """`count` puzzles, distributed evenly over the entries of `characters`; a fraction of each size is held out.
 
     With `muted`, a silent character stays silent when it is asked: a control experiment, in which no policy can score
-    more than `chance`."""
+    more than the mean of 1 / `candidates`."""
 
     name = "knights_and_knaves:dialogue"
 
@@ -181,11 +176,6 @@ class KnightsDialogue(SplitTask):
         rng.shuffle(train)
         rng.shuffle(held_out)
         return train, held_out
-
-
-def chance(problems: Sequence[Problem]) -> float:
-    """The best possible score on these problems without an answer of the environment."""
-    return fmean(1 / problem.answer.candidates for problem in problems)
 
 
 class Islanders:
@@ -235,6 +225,6 @@ def _distinct(characters: int, wanted: int, rng: random.Random, low: float, high
                 f"{wanted} dialogues with {characters} characters were requested, but {fruitless} draws in a row"
                 f" gave no new one after {len(found)}. Lower `count` or use more characters."
             )
-        digest = blake2b(puzzle.text.encode(), digest_size=8).hexdigest()
-        found.setdefault(puzzle.text, Problem(f"{characters}ppl-dialogue-{digest}", puzzle.text, puzzle))
+        id = f"{characters}ppl-dialogue-{digest(puzzle.text)}"
+        found.setdefault(puzzle.text, Problem(id, puzzle.text, puzzle))
     return list(found.values())

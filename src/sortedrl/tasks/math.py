@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.datasets import Columns, Distinct, Source, read_problems, split_off
-from sortedrl.tasks.math_limits import is_affordable, is_short
+from sortedrl.tasks.math_limits import MAX_CHARACTERS, is_affordable
 from sortedrl.tasks.task import Problem, Reward, SplitTask
 from sortedrl.tasks.units import quantity
 from sortedrl.tasks.workers import WorkerPool
@@ -134,12 +134,12 @@ class Math(SplitTask):
         return Reward(float(correct), correct, {"boxed": 1.0, "timed_out": float(timed_out)})
 
     def _equal(self, reference: str, answer: str) -> bool:
-        if not is_short(answer, reference):
+        if len(answer) > max(MAX_CHARACTERS, len(reference)):  # it may be a loop of a million characters
             return reference == answer
         decided = compare_plainly(reference, answer)
         if isinstance(decided, bool):
             return decided
-        return is_affordable(decided.answer, decided.reference) and bool(self._verify(*decided))
+        return is_affordable(*decided) and bool(self._verify(*decided))
 
     @cached_property
     def _problems(self) -> tuple[Distinct, Distinct]:
@@ -231,15 +231,8 @@ def normalized(answer: str) -> str:
     return re.sub("[, ]", "", thousands.group()) + answer[thousands.end() :] if thousands else answer
 
 
-class Undecided(NamedTuple):
-    """Two normalized answers that only algebra can compare."""
-
-    reference: str
-    answer: str
-
-
-def compare_plainly(reference: str, answer: str) -> bool | Undecided:
-    """Whether two answers are equal, if that can be decided without algebra."""
+def compare_plainly(reference: str, answer: str) -> bool | tuple[str, str]:
+    """Whether two answers are equal. If only algebra can compare them, both in normalized form."""
     if any(character.isnumeric() and not character.isascii() for character in answer):
         return False  # digits of other scripts and superscripts: parsers disagree about them
     if _without_spaces(normalized(reference)) == _without_spaces(normalized(answer)):
@@ -250,7 +243,7 @@ def compare_plainly(reference: str, answer: str) -> bool | Undecided:
     label, wanted_text = split_label(normalized(wanted.number))
     given_label, given_text = split_label(normalized(given.number))
     if label and given_label and label != given_label:
-        return Undecided(f"{label}={wanted_text}", f"{given_label}={given_text}")
+        return f"{label}={wanted_text}", f"{given_label}={given_text}"
     if wanted_text == given_text and wanted.scale == given.scale and wanted.percent == given.percent:
         return True
     if re.fullmatch(r"[A-Z]|[A-Za-z ]{3,}", wanted_text):
@@ -265,12 +258,12 @@ def compare_plainly(reference: str, answer: str) -> bool | Undecided:
     if given.scale != 1 or wanted.scale != 1:
         return False
     if wanted_number is not None:
-        return Undecided(wanted_text, given_text) if _is_arithmetic(given_text) else False
+        return (wanted_text, given_text) if _is_arithmetic(given_text) else False
     if in_base := re.fullmatch(r"(\w+)_(?:\d|\{\d+\})", wanted_text):  # a response may omit the base
         return given_text == in_base.group(1)
     if not _may_be_equal(wanted_text, given_text):
         return False
-    return Undecided(*(text + "%" * one.percent for text, one in ((wanted_text, wanted), (given_text, given))))
+    return wanted_text + "%" * wanted.percent, given_text + "%" * given.percent
 
 
 def split_label(text: str) -> tuple[str, str]:

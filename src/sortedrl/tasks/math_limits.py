@@ -20,12 +20,7 @@ _TOWER = re.compile(
 Cost = Callable[[str], int]
 
 
-def is_short(answer: str, reference: str) -> bool:
-    """Check this before anything else: a response may be a loop of a million characters."""
-    return len(answer) <= max(MAX_CHARACTERS, len(reference))
-
-
-def is_affordable(answer: str, reference: str) -> bool:
+def is_affordable(reference: str, answer: str) -> bool:
     """Whether the answer is within the limits, or at most twice as complex as its reference. Both are normalized."""
     answer, reference = (text.replace(r"\exp", " e^") for text in (answer, reference))
     return all((found := cost(answer)) <= limit or found <= 2 * cost(reference) for cost, limit in _LIMITS)

@@ -91,16 +91,11 @@ def load_scorer(dataset: str, options: dict[str, Any]) -> Callable[[str, dict[st
 
 
 def extract_answer(response: str) -> tuple[str, bool]:
-    """The answer, and whether it was between tags. A single pass: a response may repeat a tag ten thousand times."""
-    tagged, end = None, 0
-    while (opened := response.find("<answer>", end)) >= 0:
-        start = opened + len("<answer>")
-        closed = response.find("</answer>", start)
-        if closed < 0:
-            break
-        tagged, end = response[start:closed], closed + len("</answer>")
-    if tagged is not None:
-        return tagged.strip(), True
+    """The answer, and whether it was between tags. In linear time: a response may repeat a tag ten thousand times."""
+    *closed, _ = response.split("</answer>")
+    tagged = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
+    if tagged:
+        return tagged[-1].strip(), True
     lines = response.strip().splitlines()
     return (lines[-1].strip() if lines else ""), False
 

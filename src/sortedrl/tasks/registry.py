@@ -6,7 +6,7 @@
 Dependencies of a task are imported only when it is used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,9 +14,8 @@ from sortedrl.core.import_path import import_object
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.tasks.custom import custom_task, is_task, make
 from sortedrl.tasks.environment import AnyTask, EnvironmentTask, ServedTask
-from sortedrl.tasks.task import Task
 
-_VERIFIERS = "sortedrl.integrations.verifiers.task:VerifiersTask"
+BUILT_IN = ("knights_and_knaves", "math", "reasoning_gym")
 
 
 def task_by_name(name: str, *, tools: Sequence[str] = (), **options: Any) -> AnyTask:
@@ -36,18 +35,45 @@ def task_by_name(name: str, *, tools: Sequence[str] = (), **options: Any) -> Any
 
 def _without_tools(name: str, options: dict[str, Any]) -> AnyTask:
     kind, _, variant = name.partition(":")
-    if kind in _MAKERS:
-        return _MAKERS[kind](variant, options)
+    if kind == "knights_and_knaves":
+        return make(_knights_and_knaves(variant), name, options)  # type: ignore[no-any-return]
+    if kind == "math":
+        from sortedrl.tasks.math import Math
+
+        return make(Math, name, options, variant)
+    if kind == "reasoning_gym":
+        from sortedrl.tasks.reasoning_gym import ReasoningGym
+
+        if not variant:
+            raise ValueError("choose a dataset of reasoning-gym, for example reasoning_gym:leg_counting")
+        return make(ReasoningGym, name, options, variant)
     if kind == "verifiers" and variant:
         if find_spec("verifiers") is None:
             raise ValueError(f"{name} needs verifiers: {install_hint('verifiers')}")
-        return make(import_object(_VERIFIERS), name, options, variant)  # type: ignore[no-any-return]
+        served = import_object("sortedrl.integrations.verifiers.task:VerifiersTask")
+        return make(served, name, options, variant)  # type: ignore[no-any-return]
     if variant:
         return custom_task(name, **options)
     raise ValueError(
         f"no task {name!r}; use knights_and_knaves, math:<preset>, reasoning_gym:<dataset>, verifiers:<taskset>, or "
         "your own as your.module:name"
     )
+
+
+def _knights_and_knaves(variant: str) -> Any:
+    from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
+    from sortedrl.tasks.knights_dialogue import KnightsDialogue
+
+    match variant:
+        case "":
+            return KnightsAndKnaves
+        case "small":
+            return KnightsAndKnaves.small
+        case "mixed":
+            return KnightsAndKnaves.mixed
+        case "dialogue":
+            return KnightsDialogue
+    raise ValueError(f"knights_and_knaves has no variant {variant!r}; use small, mixed or dialogue, or leave it out")
 
 
 def check_name(name: str, options: dict[str, Any], *, tools: Sequence[str] = (), imports_yours: bool = False) -> None:
@@ -57,7 +83,7 @@ def check_name(name: str, options: dict[str, Any], *, tools: Sequence[str] = (),
     A task of your own is not created, which may take long.
     """
     kind, _, variant = name.partition(":")
-    if kind in _MAKERS or not variant:
+    if is_built_in(name) or not variant:
         _without_tools(name, options)
     elif kind != "verifiers" and imports_yours:
         import_object(name, is_task)
@@ -70,44 +96,4 @@ def check_name(name: str, options: dict[str, Any], *, tools: Sequence[str] = (),
 
 def is_built_in(name: str) -> bool:
     """Whether the reward is built in, so it is cheap and cannot hang. A custom reward may do anything."""
-    return name.partition(":")[0] in _MAKERS
-
-
-def _knights_and_knaves(variant: str, options: dict[str, Any]) -> AnyTask:
-    from sortedrl.tasks.knights_and_knaves import KnightsAndKnaves
-
-    if variant == "dialogue":
-        from sortedrl.tasks.knights_dialogue import KnightsDialogue
-
-        return make(KnightsDialogue, "knights_and_knaves:dialogue", options)
-    makers: dict[str, Callable[..., KnightsAndKnaves]] = {
-        "": KnightsAndKnaves,
-        "small": KnightsAndKnaves.small,
-        "mixed": KnightsAndKnaves.mixed,
-    }
-    if variant not in makers:
-        raise ValueError(
-            f"knights_and_knaves has no variant {variant!r}; use small, mixed or dialogue, or leave it out"
-        )
-    return make(makers[variant], "knights_and_knaves", options)
-
-
-def _math(variant: str, options: dict[str, Any]) -> Task:
-    from sortedrl.tasks.math import Math
-
-    return make(Math, "math", options, variant)
-
-
-def _reasoning_gym(variant: str, options: dict[str, Any]) -> Task:
-    from sortedrl.tasks.reasoning_gym import ReasoningGym
-
-    if not variant:
-        raise ValueError("choose a dataset of reasoning-gym, for example reasoning_gym:leg_counting")
-    return ReasoningGym(variant, **options)
-
-
-_MAKERS: dict[str, Callable[[str, dict[str, Any]], AnyTask]] = {
-    "knights_and_knaves": _knights_and_knaves,
-    "math": _math,
-    "reasoning_gym": _reasoning_gym,
-}
+    return name.partition(":")[0] in BUILT_IN

@@ -59,9 +59,9 @@ def reward_function(
     return reward
 
 
-def reward_workers(task: Task, *, workers: int, limit_seconds: float, memory_bytes: int | None = None) -> WorkerPool:
+def reward_workers(task: Task, *, workers: int, limit_seconds: float) -> WorkerPool:
     """The task's score as (reward, correct, parts), in worker processes. Raises ValueError if it cannot be pickled."""
-    return WorkerPool(partial(_score_of, task), workers=workers, limit_seconds=limit_seconds, memory_bytes=memory_bytes)
+    return WorkerPool(partial(_score_of, task), workers=workers, limit_seconds=limit_seconds)
 
 
 class DirectScorer(ScoreAtOnce):

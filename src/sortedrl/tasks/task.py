@@ -27,7 +27,9 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class Task(Protocol):
+class Problems(Protocol):
+    """What every task has."""
+
     name: str
 
     def train(self) -> Sequence[Problem]:
@@ -36,6 +38,8 @@ class Task(Protocol):
     def held_out(self) -> Sequence[Problem]:
         """The problems to evaluate on; none of them is in `train`."""
 
+
+class Task(Problems, Protocol):
     def score(self, problem: Problem, response: str) -> Reward:
         """Score the text of a response, without special tokens."""
 

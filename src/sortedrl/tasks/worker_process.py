@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from sortedrl.core.configuration import checked_float
 from sortedrl.core.user_values import one_line, reason_of
@@ -36,24 +36,19 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Service:
-    """What the processes do: `serve` of the module `server` builds what is to be served. `notes_calls`: it answers many
-    calls at a time, and notes in shared memory for which of them it works."""
+    """What the processes do: `build` returns what answers calls there (worker_server.py)."""
 
     build: bytes
     limit_seconds: float
     memory_bytes: int
     answer_bytes: int
-    server: str = "sortedrl.tasks.worker_server"
-    notes_calls: bool = False
 
     @staticmethod
-    def of(
-        build: Callable[[], Any], limit_seconds: float, memory_bytes: int | None, answer_bytes: int, **options: Any
-    ) -> Service:
+    def of(build: Callable[[], Any], limit_seconds: float, answer_bytes: int) -> Service:
         """Raises ValueError if `build` cannot be pickled, and ConfigurationError for the limit."""
         limits = f"above 0 and at most {MAX_LIMIT_SECONDS:,.0f} (11 days)"
         seconds = checked_float("limit_seconds", limit_seconds, lambda x: 0 < x <= MAX_LIMIT_SECONDS, limits)
-        return Service(pickled(build), seconds, memory_bytes or _memory_per_worker(), answer_bytes, **options)
+        return Service(pickled(build), seconds, memory_per_worker(), answer_bytes)
 
 
 class WorkerProcess:
@@ -63,18 +58,14 @@ class WorkerProcess:
         self._service = service
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
-        self.page: Page | None = None
-        self.ready_at = 0.0
         self._first_words = tempfile.TemporaryFile()  # noqa: SIM115 (what it prints until it is ready)
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as notes:
-            files = [theirs.fileno()]
-            if service.notes_calls:
-                self.page = Page(notes.fileno())
-                files.append(notes.fileno())
-            arguments = (files[0], os.getpid(), service.memory_bytes, *files[1:])
+        with theirs, _shared_file() as notes:
+            self.page = Page(notes.fileno())
+            files = (theirs.fileno(), notes.fileno())
+            arguments = (*files, os.getpid(), service.memory_bytes, service.answer_bytes)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from {service.server} import serve; serve{arguments}"],
+                [sys.executable, "-c", f"from sortedrl.tasks.worker_server import serve; serve{arguments}"],
                 pass_fds=files,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -110,12 +101,10 @@ class WorkerProcess:
         if answer.kind == "raised":
             raise WorkerError(f"a worker process could not start: {answer.value}")
         self.process_id = answer.value
-        self.ready_at = time.monotonic()
         self._first_words.close()
 
     def send(self, number: int, owner: int, content: bytes) -> None:
-        request = Request(number, owner, self._service.limit_seconds, self._service.answer_bytes, content)
-        message = pickle.dumps(tuple(request))
+        message = pickle.dumps(tuple(Request(number, owner, content)))
         self._writer.write(SIZE.pack(len(message)) + message)
 
     async def receive(self) -> Answer:
@@ -157,8 +146,7 @@ class WorkerProcess:
         """Kill it, without waiting."""
         self._writer.close()
         self._first_words.close()
-        if self.page is not None:
-            self.page.close()
+        self.page.close()
         self._process.terminate()  # its guardian ends all that it started
         asyncio.create_task(self._reaped(), name=ENDS_A_PROCESS)  # noqa: RUF006 (its timer refers to it)
 
@@ -166,6 +154,13 @@ class WorkerProcess:
         if await self._exit_code() is None:
             self._process.kill()
             self._process.wait()
+
+
+def _shared_file() -> BinaryIO:
+    """In memory where there are such files: on a full disk, writing to a mapped one ends the process."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("notes"), "r+b")
+    return cast("BinaryIO", tempfile.TemporaryFile())
 
 
 def pickled(value: Any) -> bytes:
@@ -185,8 +180,8 @@ def worker_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != API_KEY} | {"PYTHONPATH": paths}
 
 
-def _memory_per_worker() -> int:
-    """The default memory limit of a worker process."""
+def memory_per_worker() -> int:
+    """The memory limit of a worker process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))

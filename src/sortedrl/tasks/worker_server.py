@@ -1,4 +1,4 @@
-"""What runs in a worker process (workers.py): it builds a function, then answers calls until its connection closes."""
+"""What runs in a worker process (workers.py): it builds what it serves, then answers calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from sortedrl.core.user_values import reason_of, shown
 from sortedrl.tasks.guardian import guard
 
-MAX_ANSWER_BYTES = 16 * 1024
 # Exit codes of a worker that cannot go on.
 LOST_CONNECTION = 76
 LOST_MODULES = 77
@@ -40,8 +41,6 @@ class Request(NamedTuple):
 
     number: int
     owner: int
-    seconds: float
-    answer_bytes: int
     content: bytes
 
 
@@ -71,8 +70,11 @@ class Page:
         os.truncate(descriptor, mmap.PAGESIZE)
         self._memory = mmap.mmap(descriptor, self._FORMAT.size)
 
-    def write(self, note: Note) -> None:
-        self._FORMAT.pack_into(self._memory, 0, *note)
+    def write(self, owner: int = 0, call: int = 0) -> float:
+        """Returns the time."""
+        now = time.monotonic()
+        self._FORMAT.pack_into(self._memory, 0, owner, call, now)
+        return now
 
     def read(self) -> Note:
         return Note(*self._FORMAT.unpack_from(self._memory))
@@ -81,13 +83,35 @@ class Page:
         self._memory.close()
 
 
-def serve(descriptor: int, parent: int, memory_bytes: int) -> None:
-    """The main loop of a process that calls a function, one call after the other."""
+def serve(descriptor: int, notes: int, parent: int, memory_bytes: int, answer_bytes: int) -> None:
+    """The process, from its start: `parent` sends first what to build, which then answers calls."""
+    guard(parent)
+    _limit_resources(memory_bytes)
+    connection, page = Connection(descriptor, answer_bytes), Page(notes)
+    try:
+        answer_calls = pickle.loads(connection.receive().content)()
+    except BaseException as error:
+        connection.send(Answer(0, "raised", reason_of(error)))
+        end_group()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    connection.require_modules()
+    connection.send(Answer(0, "ready", os.getpid()))
+    answer_calls(connection, page)
+
+
+def server_of(build: Callable[[], Callable[..., Any]]) -> Callable[[Connection, Page], NoReturn]:
+    """Answers calls of the function that `build` returns, one after the other."""
+    return partial(_answer_calls, build())
+
+
+def _answer_calls(function: Callable[..., Any], connection: Connection, page: Page) -> NoReturn:
     home = os.getcwd()
-    connection, function = built(descriptor, parent, memory_bytes)
     while True:
         request = connection.receive()
-        connection.send(_answer(function, request, connection), request.answer_bytes)
+        page.write(request.owner, request.number)
+        connection.send(_answer(function, request, connection))
+        page.write()
         with suppress(OSError):
             os.chdir(home)
 
@@ -107,8 +131,9 @@ def _answer(function: Callable[..., Any], request: Request, connection: Connecti
 class Connection:
     """To the parent. Ends the process if it is lost, or if the process cannot go on."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, answer_bytes: int) -> None:
         os.set_inheritable(descriptor, False)
+        self._answer_bytes = answer_bytes
         self._socket = socket.socket(fileno=descriptor)
         self._modules: set[str] = set()
         os.register_at_fork(after_in_child=self._socket.close)  # otherwise a child of the reward would keep it open
@@ -121,9 +146,9 @@ class Connection:
         except BaseException:
             end_group()
 
-    def send(self, answer: Answer, most: int = MAX_ANSWER_BYTES) -> None:
+    def send(self, answer: Answer) -> None:
         try:
-            message = message_of(answer, most)
+            message = _message(answer, self._answer_bytes)
             self._socket.sendall(SIZE.pack(len(message)) + message)
         except BaseException:
             os._exit(LOST_CONNECTION)
@@ -145,32 +170,15 @@ class Connection:
         return b"".join(parts)
 
 
-def built(descriptor: int, parent: int, memory_bytes: int) -> tuple[Connection, Any]:
-    """The connection to the parent, and what this process serves. Ends the process if that cannot be built."""
-    guard(parent)
-    _limit_resources(memory_bytes)
-    connection = Connection(descriptor)
-    try:
-        served = pickle.loads(connection.receive().content)()
-    except BaseException as error:
-        connection.send(Answer(0, "raised", reason_of(error)))
-        end_group()
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    connection.require_modules()
-    connection.send(Answer(0, "ready", os.getpid()))
-    return connection, served
-
-
-def message_of(answer: Answer, most: int = MAX_ANSWER_BYTES) -> bytes:
+def _message(answer: Answer, most: int) -> bytes:
     try:
         message = json.dumps(answer).encode()
     except (TypeError, ValueError, RecursionError) as error:
         reason = f"its result, {shown(answer.value)}, is not plain data: {reason_of(error)}"
-        return message_of(answer._replace(kind="raised", value=reason))
+        return _message(answer._replace(kind="raised", value=reason), most)
     if len(message) > most:
         reason = f"its result has {len(message)} bytes; the maximum is {most}"
-        return message_of(answer._replace(kind="raised", value=reason))
+        return _message(answer._replace(kind="raised", value=reason), most)
     return message
 
 

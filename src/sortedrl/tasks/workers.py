@@ -23,16 +23,18 @@ import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.worker_process import ENDS_A_PROCESS, Service, WorkerError, WorkerProcess, pickled
-from sortedrl.tasks.worker_server import MAX_ANSWER_BYTES, Answer, Note
+from sortedrl.tasks.worker_server import Answer, Note, server_of
 
 GRACE_SECONDS = 1.0  # for an answer on its way, and for a process to answer that a call exceeded its limit
 CLOSE_SECONDS = 5.0
 MOST_EXTRA_PROCESSES = 16
+MAX_ANSWER_BYTES = 16 * 1024
 CLOSED = "the worker processes were closed"
 
 T = TypeVar("T")
@@ -49,9 +51,13 @@ class HasWorkers:
         self._workers = Workers(service, workers)
         weakref.finalize(self, self._workers.close)
 
+    def start(self) -> Future[None]:
+        """Start a worker, without waiting for it."""
+        return self._workers.run(self._workers.ready())
+
     def wait_until_ready(self) -> None:
         """Start a worker and wait until it has built what it serves. Raises WorkerError if that fails."""
-        self._workers.wait_until_ready()
+        self.start().result()
 
     def process_ids(self) -> list[int]:
         return self._workers.process_ids()
@@ -66,8 +72,7 @@ class WorkerPool(HasWorkers):
 
     `build` is pickled and runs once in each worker; it returns the function, so that imports do not count toward the
     time limit. The function must return JSON-compatible data of at most `max_answer_bytes`. The first worker starts
-    with the first call, or with `start`. `memory_bytes` limits the memory of one worker; the default is half of the
-    total.
+    with the first call, or with `start`.
     """
 
     def __init__(
@@ -76,10 +81,9 @@ class WorkerPool(HasWorkers):
         *,
         workers: int,
         limit_seconds: float,
-        memory_bytes: int | None = None,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        super().__init__(Service.of(build, limit_seconds, memory_bytes, max_answer_bytes), workers)
+        super().__init__(Service.of(partial(server_of, build), limit_seconds, max_answer_bytes), workers)
         self._free = asyncio.Semaphore(workers)  # first come, first served
         self._numbers = count(1)
 
@@ -91,29 +95,24 @@ class WorkerPool(HasWorkers):
         except CancelledError:
             raise WorkerError(CLOSED) from None
 
-    def start(self) -> None:
-        """Start a worker, without waiting for it."""
-        self._workers.run(self._workers.ready())
-
 
 async def _call(workers: Workers, free: asyncio.Semaphore, number: int, arguments: bytes) -> Any:
     async with free:
         try:
             return await workers.answer(number, number, arguments)
         finally:
-            workers.leave(number)
+            await workers.leave(number)
 
 
 class Workers:
     """`workers` processes and those of owners that ended a process. An instance stays in its process until it leaves.
 
-    Coroutines and `leave` are for the event loop (`run`), everything else for any thread."""
+    Coroutines are for the event loop (`run`), everything else for any thread."""
 
     def __init__(self, service: Service, workers: int) -> None:
         self._service = service
         self._processes = [_Process(service, self._after_end) for _ in range(workers)]
         self._extra: list[_Process] = []
-        self._process_of: dict[int, _Process] = {}  # by instance
         self._suspects: set[int] = set()  # owners that ended a process
         self.lost: set[int] = set()  # instances that were lost by the fault of another
         self._is_closed = False
@@ -127,15 +126,11 @@ class Workers:
             raise WorkerError(CLOSED)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def wait_until_ready(self) -> None:
-        self.run(self.ready()).result()
-
     async def ready(self) -> None:
         await self._processes[0].started()
 
     def process_ids(self) -> list[int]:
-        workers = [process.worker for process in (*self._processes, *self._extra)]
-        return [worker.process_id for worker in workers if worker is not None]
+        return [process.worker.process_id for process in self._all() if process.worker is not None]
 
     def close(self) -> None:
         """Kill all workers, busy ones too: their calls are canceled."""
@@ -148,17 +143,15 @@ class Workers:
     async def answer(self, instance: int, owner: int, content: bytes) -> Any:
         """Raises WorkerError, or TimeoutError if the call blocked its process."""
         while True:
-            process = self._process_of.get(instance)
-            if process is None:
-                process = self._process_of[instance] = self._process_for(owner)
-                process.instances[instance] = owner
+            process = self._process_of(instance) or self._process_for(owner)
+            process.instances[instance] = owner
             with suppress(_Again):
                 return await process.answer(instance, owner, content)
 
-    def leave(self, instance: int, content: bytes = b"") -> None:
+    async def leave(self, instance: int, content: bytes = b"") -> None:
         """The instance leaves its process, which is told `content`."""
         self.lost.discard(instance)
-        process = self._process_of.pop(instance, None)
+        process = self._process_of(instance)
         if process is not None:
             owner = process.instances.pop(instance)
             if content and process.worker is not None:
@@ -170,13 +163,19 @@ class Workers:
         self._loop.close()
 
     async def _end(self) -> None:
-        for process in (*self._processes, *self._extra):
+        for process in self._all():
             process.drop_worker()
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 if task.get_name() != ENDS_A_PROCESS:
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _all(self) -> list[_Process]:
+        return [*self._processes, *self._extra]
+
+    def _process_of(self, instance: int) -> _Process | None:
+        return next((process for process in self._all() if instance in process.instances), None)
 
     def _process_for(self, owner: int) -> _Process:
         for process in self._extra:
@@ -211,7 +210,6 @@ class Workers:
         for instance, owner in list(process.instances.items()):
             if place is not None and owner in ([note.owner] if note.owner else owners[: len(owners) // 2]):
                 place.instances[instance] = process.instances.pop(instance)
-                self._process_of[instance] = place
             if owner != note.owner:
                 self.lost.add(instance)
         for number, call in process.calls.items():
@@ -220,7 +218,6 @@ class Workers:
 
 
 class _Call(NamedTuple):
-    owner: int
     sent_at: float
     answer: asyncio.Future[Answer]
 
@@ -266,7 +263,7 @@ class _Process:
         if worker is not self.worker or instance not in self.instances:  # it ended meanwhile
             raise _Again
         number = secrets.randbits(60)  # no earlier call can know it, and send an answer to this one
-        call = self.calls[number] = _Call(owner, time.monotonic(), asyncio.get_running_loop().create_future())
+        call = self.calls[number] = _Call(time.monotonic(), asyncio.get_running_loop().create_future())
         self.served.add(owner)
         worker.send(number, owner, content)
         try:
@@ -306,16 +303,12 @@ class _Process:
     def _note(self) -> Note:
         """For which call it works, and since when."""
         assert self.worker is not None
-        if self.worker.page is not None:
-            note = self.worker.page.read()
-            return note._replace(since=max(note.since, self.worker.ready_at))
-        for number, call in self.calls.items():
-            return Note(call.owner, number, call.sent_at)
-        return Note(0, 0, time.monotonic())
+        return self.worker.page.read()
 
     def _blocked_at(self) -> float:
-        """The time when it has worked for too long, if nothing changes."""
-        return self._note().since + self._service.limit_seconds + GRACE_SECONDS
+        """The time when it has worked for too long on its calls, if nothing changes."""
+        first = next(iter(self.calls.values()))
+        return max(self._note().since, first.sent_at) + self._service.limit_seconds + GRACE_SECONDS
 
     def drop_worker(self) -> None:
         for task in (self._starting, self._reading):

@@ -13,7 +13,8 @@ from sortedrl.core.scoring import Scorer
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.turns import Environments
 from sortedrl.tasks.environment import EnvironmentTask, ServedEnvironments, ServedTask
-from sortedrl.tasks.environment_host import Host, LocalHost, WorkerHosts
+from sortedrl.tasks.environment_host import Host, LocalHost
+from sortedrl.tasks.environment_workers import WorkerHosts
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.registry import is_built_in
 from sortedrl.tasks.scoring import BackgroundScorer, DirectScorer, reward_function, reward_workers

@@ -4,7 +4,6 @@ The same object is the scorer of rollouts that a limit ended: verifiers scores w
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -15,19 +14,14 @@ from sortedrl.integrations.verifiers.service import EPISODES, Service
 from sortedrl.tasks.environment_calls import EnvironmentCalls, Inbox, Pending, turns_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending(Pending):
-    turns: int
-
-
-class VerifiersEnvironments(EnvironmentCalls[_Pending]):
+class VerifiersEnvironments(EnvironmentCalls[Report]):
     """Episodes that a service plays."""
 
     def __init__(self, service: Service, eos_token_ids: Collection[int]) -> None:
-        super().__init__()
+        self._reports: Inbox[Report] = Inbox()
+        super().__init__(self._reports)
         self._service = service
         self._eos_token_ids = eos_token_ids
-        self._reports: Inbox[Report] = Inbox()
         self._episodes: dict[int, tuple[int, int]] = {}  # by rollout id: its attempt, and the number of its episode
         self._numbers = count()
 
@@ -52,10 +46,10 @@ class VerifiersEnvironments(EnvironmentCalls[_Pending]):
     def _ask(self, rollout: Rollout, call: int | None) -> None:
         number = next(self._numbers)
         turns = turns_of(rollout, self._eos_token_ids if call is None else None)
-        self._pending[number] = _Pending(rollout.id, rollout.attempt, call, len(turns))
+        episode = self._episode_of(rollout)
+        self._pending[number] = Pending(rollout.id, rollout.attempt, call, episode, turns)
         limit = "" if call is not None else rollout.ended_by or "the rollout ended"
-        data = rollout.prompt.payload.answer
-        ask = Ask(number, self._episode_of(rollout), data, rollout.prompt.tokens, turns, limit)
+        ask = Ask(number, episode, rollout.prompt.payload.answer, rollout.prompt.tokens, turns, limit)
         self._service.ask(ask, lambda report: self._reports.add([report]))
 
     def _episode_of(self, rollout: Rollout) -> int:
@@ -71,28 +65,12 @@ class VerifiersEnvironments(EnvironmentCalls[_Pending]):
         if episode is not None:
             self._service.drop(episode)
 
-    def _take_results(self) -> None:
-        for report in self._reports.collect():
-            pending = self._pending.pop(report.ask, None)
-            if pending is None:  # canceled
-                continue
-            if report.observation is None:
-                self._drop(pending.rollout_id)
-            self._deliver(pending, _answer(pending, report))
-
-    def _wait_for_results(self, timeout_seconds: float) -> None:
-        self._reports.wait(timeout_seconds)
-
-
-def _answer(pending: _Pending, report: Report) -> Answer:
-    answer = pending.answer()
-    if report.error is not None:
-        return answer._replace(error=report.error, is_lost=report.is_lost)
-    if report.observation is not None:
-        return answer._replace(observation=report.observation)
-    return answer._replace(reward=report.reward, detail=_detail(pending, report))
-
-
-def _detail(pending: _Pending, report: Report) -> dict[str, Any]:
-    assert report.reward is not None
-    return {"correct": report.reward >= 1.0, "parts": {**report.parts, "turns": pending.turns}}
+    def _answer(self, pending: Pending, result: Report) -> Answer:
+        answer = pending.answer()
+        if result.observation is not None:
+            return answer._replace(observation=result.observation)
+        self._drop(pending.rollout_id)
+        if result.reward is None:
+            return answer._replace(error=result.error, is_lost=result.is_lost)
+        parts = {**result.parts, "turns": len(pending.turns)}
+        return answer._replace(reward=result.reward, detail={"correct": result.reward >= 1.0, "parts": parts})

@@ -38,7 +38,7 @@ class Ask:
 class Report(NamedTuple):
     """What followed: an observation, a reward with its parts, or an error."""
 
-    ask: int
+    call: int  # the number of what was asked
     observation: list[int] | None = None
     reward: float | None = None
     parts: Mapping[str, float] = {}

@@ -98,10 +98,10 @@ class Service:
             self._loop.call_soon_threadsafe(self._take, waiting.pop(), reports.put)
         while len(found) < len(probes):
             report = reports.get()
-            self.drop(probes[report.ask].episode)
+            self.drop(probes[report.call].episode)
             if report.observation is None:
                 raise WorkerError(f"an episode asked for no turn: {report.error or 'it ended at once'}")
-            found[report.ask] = report.observation
+            found[report.call] = report.observation
             if waiting:
                 self._loop.call_soon_threadsafe(self._take, waiting.pop(), reports.put)
         return [found[number] for number in probes]
