@@ -7,9 +7,8 @@ hook that the adapter uses, and only then imports the other modules.
 
 import importlib
 import inspect
+import logging
 from types import ModuleType
-
-import wrapt
 
 MODE = "sortedrl"
 TRAINERS = "verl.trainer.ppo.v1"
@@ -105,4 +104,11 @@ def _has(module: str, hook: str) -> bool:
         return False
 
 
-wrapt.register_post_import_hook(register, TRAINERS)
+try:
+    import wrapt
+except ImportError as error:
+    logging.getLogger(__name__).error(
+        "the trainer mode %s is not registered: %s. Run: pip install 'sortedrl[verl]'", MODE, error
+    )
+else:
+    wrapt.register_post_import_hook(register, TRAINERS)
