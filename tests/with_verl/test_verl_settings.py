@@ -99,6 +99,7 @@ def test_filter_groups_by_another_metric() -> None:
         ("partial", [*SEPARATE, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora.merge"),
         ("partial", [*SEPARATE, "actor_rollout_ref.model.lora.rank=8"], "actor_rollout_ref.model.lora.merge"),
         ("partial", ["reward.reward_model.enable=True"], "reward.reward_model.enable_resource_pool"),
+        ("partial", ["algorithm.adv_estimator=remax"], "algorithm.adv_estimator"),
         ("partial", ["trainer.v1.sampler.custom_sampler.path=x.py"], "trainer.v1.sampler.custom_sampler.path"),
         ("partial", ["trainer.v1.sampler.max_off_policy_threshold=2"], "set trainer.v1.sortedrl.max_staleness"),
         ("partial", ["trainer.v1.sampler.max_off_policy_strategy=wait"], "max_off_policy_strategy"),

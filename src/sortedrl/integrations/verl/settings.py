@@ -192,6 +192,11 @@ def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
             "rollouts",
             "Set it to True, or use a reward function.",
         )  # fmt: skip
+    if str(config.algorithm.adv_estimator) == "remax":
+        raise ConfigurationError(
+            "algorithm.adv_estimator", "remax", "its greedy baseline needs a second rollout, which is unsupported",
+            "Use grpo, rloo, reinforce_plus_plus or gae.",
+        )  # fmt: skip
     _refuse_fixed_sizes(config)
 
 
