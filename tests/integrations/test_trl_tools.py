@@ -593,6 +593,10 @@ class Random:
             {"environment_factory": {"count": Counter24}, "train_dataset": questions("N", environment=["cuont"])},
             "cuont",
         ),
+        (
+            {"environment_factory": {"count": Counter24}},
+            r"\['case', 'prompt', 'start'\]: it has no column named environment",
+        ),
         ({"environment_factory": Random}, "reset returned different observations for row"),
     ],
 )

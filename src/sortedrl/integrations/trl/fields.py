@@ -126,10 +126,11 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             "Pass a datasets.Dataset: Dataset.from_list(rows), or a streaming dataset that is read into memory.",
         )  # fmt: skip
     columns = set(dataset.column_names or ())
-    if "prompt" not in columns and factory is None:
-        raise ConfigurationError(
-            "train_dataset", sorted(columns), "it has no column named prompt", "Rename the column that holds it."
-        )
+    by_name = isinstance(factory, Mapping)
+    needed = "prompt" if factory is None else "environment"
+    if (factory is None or by_name) and needed not in columns:
+        why, fix = f"it has no column named {needed}", "Add it, or rename the column that holds it."
+        raise ConfigurationError("train_dataset", sorted(columns), why, fix)
     for name in sorted(columns & {"image", "images"}):
         raise ConfigurationError("train_dataset", name, "images are not supported", "Use GRPOTrainer for them.")
     if (factory is not None or given.get("tools")) and "prompt" in columns and isinstance(dataset[0]["prompt"], str):
@@ -137,13 +138,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             "train_dataset", "prompt", "tools need prompts that are lists of chat messages",
             'Use [{"role": "user", "content": ...}] instead of text.',
         )  # fmt: skip
-    if isinstance(factory, Mapping):
-        named = dataset["environment"] if "environment" in columns else ["no column environment"]
-        if unknown := sorted({str(name) for name in named} - {str(name) for name in factory}):
-            raise ConfigurationError(
-                "environment_factory", sorted(factory), f"the dataset names environments that it has not: {unknown}",
-                "Name each row's environment in the column environment of train_dataset.",
-            )  # fmt: skip
+    if by_name and (unknown := sorted({*map(str, dataset["environment"])} - {*map(str, factory)})):
+        why, fix = f"the dataset names environments that it has not: {unknown}", "Add them, or change the column."
+        raise ConfigurationError("environment_factory", sorted(factory), why, fix)
 
 
 def check_parts(schedule: object, engine: object, slots: int | None, reuse_kv_cache: bool = False) -> None:
