@@ -5,6 +5,7 @@ import re
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ from small_trl_runs import events_in, losses_in, small_config, updates_in
 from sortedrl.core import strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Observed, Rejected, Started, Submitted, TurnEnded, Updated
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.integrations.trl.rows import Row
+from sortedrl.integrations.trl.tools import Episode, ToolUse
 from sortedrl.observe.metrics import Metrics
 
 GROUP = 2
@@ -481,6 +485,29 @@ def test_no_slot_is_held_while_a_tool_runs(tmp_path: Path) -> None:
     assert not [event for event in log if isinstance(event, Rejected)]
     history = losses_in(trainer)[0]
     assert (history["tools/call_frequency"], history["tools/failure_frequency"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("change", ["starts", "ends"])
+def test_a_tool_that_starts_or_ends_while_an_update_is_taken_does_not_end_the_run(change: str) -> None:
+    """Episodes come and go in the thread of the tools: here one whenever it is asked which rollouts are live."""
+    use = ToolUse(SimpleNamespace(tools=[], environment_factories=None), Schedule(), threads=1, limit_seconds=1.0)
+
+    def started(id: int) -> Episode:
+        episode = Episode(use)
+        episode.reset((id, 0, {}))
+        return episode
+
+    class Live(set[int]):
+        def __contains__(self, id: object) -> bool:
+            if change == "starts":
+                started(4)
+            else:
+                asyncio.run(canceled.close())
+            return super().__contains__(id)
+
+    _, _, canceled, _ = map(started, range(4))  # 0 is in the update, 1 was rejected, 3 is in its tool
+    use.take([Row(Rollout(0, Prompt("0", (1,)), 0, 0, 0, 0), True)], Live({3, 4}))
+    assert sorted(use.episodes) == [3, *([4] if change == "starts" else [])]
 
 
 class Stuck:

@@ -180,8 +180,9 @@ class ToolUse:
         """The episodes of an update that is handed out; those of rejected rollouts are forgotten."""
         ids = {row.rollout.id for row in rows}
         self._in_hand = {id: self.episodes.pop(id) for id in ids}
-        for id in [id for id in self.episodes if id not in live]:
-            self.episodes.pop(id).release()
+        for id in list(self.episodes):  # in the thread of the tools some may start or end now
+            if id not in live and (episode := self.episodes.pop(id, None)) is not None:
+                episode.release()
 
     def release(self) -> None:
         """The rewards are known."""
@@ -295,7 +296,7 @@ class Episode:
         """An ended episode waits for its reward."""
         if not self._has_ended:
             if self._use.episodes.get(self._rollout_id) is self:
-                del self._use.episodes[self._rollout_id]
+                self._use.episodes.pop(self._rollout_id, None)
             self.release()
 
     def _ended(self, turn: EpisodeTurn) -> float:
