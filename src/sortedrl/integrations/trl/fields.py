@@ -235,13 +235,6 @@ def _check_steps(args: GRPOConfig) -> None:
         )  # fmt: skip
 
 
-def tools_need_an_engine_per_rank() -> ConfigurationError:
-    return ConfigurationError(
-        "engine", "a function", "with tools or environments every rank needs its own: their results do not reach other "
-        "ranks", "Pass engine='vllm', or an engine object with a URL for each rank.",
-    )  # fmt: skip
-
-
 def optimizer_steps_per_update(args: GRPOConfig) -> int:
     return int(_steps_per_generation(args) * args.num_iterations // args.gradient_accumulation_steps)
 

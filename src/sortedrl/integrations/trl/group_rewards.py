@@ -94,23 +94,11 @@ def rewards_of_update(trainer: Any, rows: Sequence[Row]) -> Tensor:
     return gathered
 
 
-class _Accelerator:
-    """That of the trainer, without the other ranks."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
 def _alone(trainer: Any, rows: list[Row]) -> Any:
     """A copy of the trainer for these rows alone. Of what TRL notes in it, the trainer gets `log_metric` only."""
     alone = copy.copy(trainer)
-    alone.accelerator = _Accelerator(trainer.accelerator)
+    alone.accelerator = copy.copy(trainer.accelerator)
+    alone.accelerator.gather = lambda tensor: tensor
     alone.model = SimpleNamespace(training=True)  # the engine may decode with the module, in evaluation mode
     alone.state = copy.copy(trainer.state)
     alone._metrics = {"train": defaultdict(list)}
