@@ -172,7 +172,8 @@ def longest_context(wanted: str | Engine | MakeEngine, trainer: Any) -> int:
     if wanted == "vllm" and trainer.args.vllm_max_model_length:
         return int(trainer.args.vllm_max_model_length)
     limit: int | None = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
-    max_new_tokens, prompt = trainer.schedule.max_response_tokens, trainer.schedule.max_prompt_tokens
+    schedule: Schedule = trainer.schedule
+    max_new_tokens, prompt = schedule.max_response_tokens, schedule.max_prompt_tokens
     if limit is not None and max_new_tokens + (prompt or 1) > limit:
         raise ConfigurationError(
             "max_completion_length", max_new_tokens, f"with a prompt it exceeds the model's {limit} positions",

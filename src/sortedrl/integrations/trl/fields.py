@@ -126,9 +126,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             "Pass a datasets.Dataset: Dataset.from_list(rows), or a streaming dataset that is read into memory.",
         )  # fmt: skip
     columns = set(dataset.column_names or ())
-    by_name = isinstance(factory, Mapping)
+    names = {*map(str, factory)} if isinstance(factory, Mapping) else None
     needed = "prompt" if factory is None else "environment"
-    if (factory is None or by_name) and needed not in columns:
+    if (factory is None or names is not None) and needed not in columns:
         why, fix = f"it has no column named {needed}", "Add it, or rename the column that holds it."
         raise ConfigurationError("train_dataset", sorted(columns), why, fix)
     for name in sorted(columns & {"image", "images"}):
@@ -138,9 +138,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             "train_dataset", "prompt", "tools need prompts that are lists of chat messages",
             'Use [{"role": "user", "content": ...}] instead of text.',
         )  # fmt: skip
-    if by_name and (unknown := sorted({*map(str, dataset["environment"])} - {*map(str, factory)})):
+    if names is not None and (unknown := sorted({*map(str, dataset["environment"])} - names)):
         why, fix = f"the dataset names environments that it has not: {unknown}", "Add them, or change the column."
-        raise ConfigurationError("environment_factory", sorted(factory), why, fix)
+        raise ConfigurationError("environment_factory", sorted(names), why, fix)
 
 
 def check_parts(schedule: object, engine: object, slots: int | None, reuse_kv_cache: bool = False) -> None:
