@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,11 @@ pytest.importorskip("trl")
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback, ProgressCallback
-from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from scripted_model import EOS, TEMPLATE, Table, call, scripted_model, scripted_tokenizer
-from small_trl_runs import events_in, losses_in, small_config, updates_in
+from small_trl_runs import check_resumed, events_in, losses_in, small_config, trainer_for
 from sortedrl.core import strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Observed, Rejected, Started, Submitted, TurnEnded, Updated
@@ -34,11 +33,7 @@ from sortedrl.observe.metrics import Metrics
 GROUP = 2
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    disable_progress_bar()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # The tools: the last character of a result decides what the model says next
@@ -117,16 +112,9 @@ def questions(cases: str, **columns: list[Any]) -> Dataset:
 
 def trainer_of(kind: type, folder: Path, table: Table, **arguments: Any) -> Any:
     tokenizer = scripted_tokenizer(table, arguments.pop("template", TEMPLATE))
-    made = kind(
-        model=scripted_model(tokenizer, table),
-        reward_funcs=arguments.pop("reward_funcs", by_place),
-        args=arguments.pop("args", None) or config(folder),
-        processing_class=tokenizer,
-        **arguments,
-    )
-    made.remove_callback(PrinterCallback)
-    made.remove_callback(ProgressCallback)
-    return made
+    defaults = {"reward_funcs": by_place, "args": config(folder), "train_dataset": None}
+    model = scripted_model(tokenizer, table)
+    return trainer_for(folder, tokenizer, kind, model=model, **defaults | arguments)
 
 
 def by_place(completions: list[Any], **columns: Any) -> list[float]:
@@ -437,15 +425,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     args = config(tmp_path, max_completion_length=200, **fields)
     table = COUNTING if environments else {**COUNTING, "N": {call("random_count"): 0.7, "stop": 0.3}}
     table = {**table, call("random_count"): EOS}
-    whole = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
+    make = partial(trainer_of, SortedGRPOTrainer, tmp_path, table, args=args, **given)
+    whole = make()
     whole.train()
-    told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
-    resumed = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told
-    expected = dict(whole.model.named_parameters())
-    for name, value in resumed.model.named_parameters():
-        assert torch.equal(value, expected[name]), name
+    check_resumed(make, tmp_path, "checkpoint-2", whole)
     assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max > 0 or mode == "on-policy"
 
 
