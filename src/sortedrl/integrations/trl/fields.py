@@ -6,7 +6,7 @@ A field is kept (TRL handles it as usual), mapped (`schedule_for`), or refused b
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import trl
@@ -181,20 +181,31 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
         others = f" Also refused: {', '.join(are_set[1:])}." if are_set[1:] else ""
         raise ConfigurationError(are_set[0], getattr(args, are_set[0]), why, fix + others)
     if off_policy_correction not in ("ppo_clip", "decoupled"):
-        raise ConfigurationError(
-            "off_policy_correction", off_policy_correction, "no such correction", "Use 'ppo_clip' or 'decoupled'."
-        )
+        fix = "Use 'ppo_clip' or 'decoupled'."
+        raise ConfigurationError("off_policy_correction", off_policy_correction, "no such correction", fix)
+    for name, why, fix in _unfit(args, off_policy_correction):
+        raise ConfigurationError(name, getattr(args, name), why, fix)
+
+
+def _unfit(args: GRPOConfig, off_policy_correction: str) -> Iterator[tuple[str, str, str]]:
+    """Fields whose values cannot work: their names, why, what to do. A batch of the scheduler must start and end with
+    an optimizer step, and so must a checkpoint."""
     if off_policy_correction == "decoupled" and not args.vllm_importance_sampling_correction:
-        raise ConfigurationError(
-            "vllm_importance_sampling_correction", False, "off_policy_correction='decoupled' requires it",
-            "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer.",
-        )  # fmt: skip
+        fix = "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer."
+        yield "vllm_importance_sampling_correction", "off_policy_correction='decoupled' requires it", fix
     if not args.temperature > 0:
-        reason = "greedy responses to a prompt are all the same, so a group has no advantages"
-        raise ConfigurationError("temperature", args.temperature, reason, "Use 1.0.")
+        yield "temperature", "greedy responses to a prompt are all the same, so a group has no advantages", "Use 1.0."
     if args.max_completion_length is None:
-        raise ConfigurationError("max_completion_length", None, "a rollout needs a limit on its tokens", "Use 512.")
-    _check_steps(args)
+        yield "max_completion_length", "a rollout needs a limit on its tokens", "Use 512."
+    accumulated = args.gradient_accumulation_steps
+    if _steps_per_generation(args) % accumulated:
+        why = f"an update would end in the middle of an optimizer step of {accumulated} accumulated steps"
+        yield "steps_per_generation", why, f"Use a multiple of gradient_accumulation_steps, such as {accumulated}."
+    per_update = optimizer_steps_per_update(args)
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
+    if saves and per_update > 1 and args.save_steps % per_update:  # below 1 it is a fraction of the run
+        why = f"an update takes {per_update} optimizer steps, and a checkpoint in between could not be resumed from"
+        yield "save_steps", why, f"Use a multiple of {per_update}."
 
 
 def check_model(trainer: Any, engine: object) -> None:
@@ -214,25 +225,6 @@ def check_model(trainer: Any, engine: object) -> None:
         )  # fmt: skip
     if getattr(trainer.model, "is_loaded_in_4bit", False) or getattr(trainer.model, "is_loaded_in_8bit", False):
         raise ConfigurationError("model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16.")
-
-
-def _check_steps(args: GRPOConfig) -> None:
-    """A batch of the scheduler must start and end with an optimizer step, and so must a checkpoint."""
-    steps, accumulated = _steps_per_generation(args), args.gradient_accumulation_steps
-    if steps % accumulated:
-        raise ConfigurationError(
-            "steps_per_generation", steps,
-            f"an update would end in the middle of an optimizer step of {accumulated} accumulated steps",
-            f"Use a multiple of gradient_accumulation_steps, such as {accumulated}.",
-        )  # fmt: skip
-    per_update = optimizer_steps_per_update(args)
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
-    if saves and per_update > 1 and args.save_steps % per_update:  # below 1 it is a fraction of the run
-        raise ConfigurationError(
-            "save_steps", args.save_steps,
-            f"an update takes {per_update} optimizer steps, and a checkpoint in between could not be resumed from",
-            f"Use a multiple of {per_update}.",
-        )  # fmt: skip
 
 
 def optimizer_steps_per_update(args: GRPOConfig) -> int:

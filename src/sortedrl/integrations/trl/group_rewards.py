@@ -22,7 +22,6 @@ from trl.trainer import grpo_trainer
 from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.registry import group_filter
 from sortedrl.integrations.trl.rows import Row, prompt_of, rows_in_groups
 
 Score = Callable[[Sequence[Rollout]], None]  # sets `reward` and `detail` of the members of a group
@@ -41,12 +40,6 @@ class ScoredGroups(GroupFilter):
     def decide(self, group: Sequence[Rollout]) -> str:
         self._score(group)
         return super().decide([rollout for rollout in group if _has_reward(rollout)] or group)
-
-
-def scored_groups(schedule: Schedule, score: Score) -> ScoredGroups | None:
-    """The filter that the schedule names; None if there is none."""
-    chosen = group_filter(schedule)
-    return None if chosen is None else ScoredGroups(chosen, schedule, score)
 
 
 def _has_reward(rollout: Rollout) -> bool:
