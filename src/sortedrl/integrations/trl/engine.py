@@ -1,13 +1,21 @@
 """The engine of a `SortedGRPOTrainer`: created on first use, fed with the trainer's weights, also for evaluations;
-and the comparison of its log-probabilities with the trainer's."""
+and the comparison of its log-probabilities with the trainer's.
+
+Weights that accelerate has sharded over ranks are gathered tensor by tensor. FSDP2 and ZeRO-3 are recognized by the
+model itself. ZeRO-1 and ZeRO-2 leave the weights whole. Gathering is a collective: all ranks iterate to the end
+together. A rank never holds more than one gathered tensor, or adapted layer, beyond those that the reader of the
+iterator keeps.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
+import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import (
@@ -26,7 +34,7 @@ from sortedrl.core.wording import kind_of
 from sortedrl.engines.generate import generate
 from sortedrl.engines.registry import make_engine
 from sortedrl.integrations.trl.rows import loss_mask
-from sortedrl.integrations.trl.weights import is_sharded, whole_weights
+from sortedrl.models.merged_weights import WholeWeights, merged_weights
 
 MakeEngine = Callable[[], Engine]
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
@@ -206,3 +214,43 @@ def checked_mismatch(logps: Tensor, inputs: dict[str, Tensor]) -> float | None:
             "(then set disable_dropout=True)"
         )
     return mismatch
+
+
+# Sharded weights
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether reading the weights is a collective."""
+    return any(isinstance(weight, DTensor) or _is_zero3(weight) for weight in model.parameters())
+
+
+def whole_weights(model: Any, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """As `merged_weights`, from the model of a trainer: wrapped or not. Gathered ones are tensors of their own."""
+    access = _Gathered(on_host) if is_sharded(model) else None
+    for name, weight in merged_weights(model, access):
+        yield name.removeprefix("base_model.model."), weight
+
+
+class _Gathered(WholeWeights):
+    def __init__(self, on_host: bool) -> None:
+        self._on_host = on_host
+
+    @torch.no_grad()
+    def whole(self, tensor: Any) -> Any:
+        gathered = self._gathered(tensor.detach() if not _is_zero3(tensor) else tensor)
+        return gathered.cpu() if self._on_host else gathered
+
+    def _gathered(self, tensor: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            on_device: Any = tensor.to(tensor.device_mesh.device_type)  # from the CPU if it is offloaded
+            return on_device.full_tensor()
+        if _is_zero3(tensor):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([tensor]):
+                return tensor.detach().clone()
+        return tensor
+
+
+def _is_zero3(weight: Any) -> bool:
+    return hasattr(weight, "ds_id")

@@ -24,7 +24,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import SERVERS, check_available, check_name
-from sortedrl.integrations.trl.weights import is_sharded
+from sortedrl.integrations.trl.engine import is_sharded
 
 OLDEST_VERSION = "1.16.0"
 VERIFIED_VERSIONS = ("1.16.0",)
