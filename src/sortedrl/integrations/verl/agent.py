@@ -7,6 +7,7 @@ on. Without a ticket (validation), both behave like verl's own.
 
 import asyncio
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import ray
@@ -94,7 +95,7 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(SortedAgentLoopWorker)
-        self._next_worker = 0
+        self._numbers = count()
 
     def wait_until_ready(self) -> None:
         """Wait for the workers: a harvest during their slow start would look like an engine without memory."""
@@ -111,10 +112,4 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             return
         workers = self.agent_loop_workers
         chunks = prompts.chunk(min(len(workers), len(prompts)))
-        first, self._next_worker = self._next_worker, (self._next_worker + len(chunks)) % len(workers)
-        ray.get(
-            [
-                workers[(first + place) % len(workers)].generate_sequences.remote(chunk)
-                for place, chunk in enumerate(chunks)
-            ]
-        )
+        ray.get([workers[next(self._numbers) % len(workers)].generate_sequences.remote(chunk) for chunk in chunks])

@@ -1,7 +1,6 @@
 """verl's dataset as the prompts of the scheduler, and as the rows that agent loops get."""
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -14,21 +13,8 @@ from sortedrl.integrations.verl.agent import TICKET
 from sortedrl.integrations.verl.visit import Ticket
 
 
-class PromptTokens(Sequence[int]):
-    """A prompt's tokens as the scheduler needs them: their number. Counted when first asked for."""
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        self._count = cache(count)
-
-    def __len__(self) -> int:
-        return self._count()
-
-    def __getitem__(self, place: Any) -> Any:
-        return range(len(self))[place]
-
-
 class DatasetPrompts(Sequence[Prompt]):
-    """verl's dataset, read as prompts; a prompt's id is its row."""
+    """verl's dataset, read as prompts; a prompt's id is its row. Of its tokens, the scheduler needs the number."""
 
     def __init__(self, dataset: Any, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
         self._dataset, self._tokenizer, self._template_arguments = dataset, tokenizer, template_arguments
@@ -37,9 +23,7 @@ class DatasetPrompts(Sequence[Prompt]):
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return Prompt(str(index), PromptTokens(partial(self._tokens_in, index)))
+        return Prompt(str(index), range(self._tokens_in(index)))
 
     def _tokens_in(self, index: int) -> int:
         messages = list(self._dataset[index]["raw_prompt"])

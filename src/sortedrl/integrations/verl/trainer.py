@@ -163,7 +163,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _next_batch(self) -> KVBatchMeta:
         batch = self._scheduled_batch()
-        keys_of = [(rollout, self.engine.keys_of(rollout)) for rollout in batch]
+        keys_of = [(rollout, self.engine.loops[rollout.id].keys) for rollout in batch]
         keys = [key for _, found in keys_of for key in found]
         self._fresh = fresh_responses(keys_of, batch.version) if self.sortedrl.checks_weights else []
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
