@@ -41,10 +41,10 @@ from sortedrl.core.events import Event, EventLog, Filtered
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.wording import counted
+from sortedrl.integrations.verl.agent import DatasetPrompts, rows_with_tickets
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.prompts import DatasetPrompts, rows_with_tickets
 from sortedrl.integrations.verl.pump import Pump
 from sortedrl.integrations.verl.settings import Settings, keeps_unequal, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
