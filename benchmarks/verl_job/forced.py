@@ -17,9 +17,10 @@ from types import ModuleType
 from typing import Any
 from zlib import crc32
 
+import wrapt
+
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.lengths import LognormalLengths
-from sortedrl.integrations.verl.plugin import after_import
 
 MEDIAN = 636.85
 OTHER_SECONDS = 6.0  # of a step, outside of `_step_once`: weights to the servers, twice
@@ -88,5 +89,5 @@ def end_in_time(module: ModuleType) -> None:
 
 
 if os.environ.get("JOB_ENDS") and __name__ == "forced":
-    after_import("verl.experimental.agent_loop.single_turn_agent_loop", force_lengths)
-    after_import("verl.trainer.ppo.v1.trainer_base", end_in_time)
+    wrapt.register_post_import_hook(force_lengths, "verl.experimental.agent_loop.single_turn_agent_loop")
+    wrapt.register_post_import_hook(end_in_time, "verl.trainer.ppo.v1.trainer_base")

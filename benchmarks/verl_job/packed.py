@@ -182,6 +182,6 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 elif os.environ.get("PACKED_ATTENTION"):
-    from sortedrl.integrations.verl.plugin import after_import
+    import wrapt
 
-    after_import("verl.workers.engine.fsdp.transformer_impl", register)
+    wrapt.register_post_import_hook(register, "verl.workers.engine.fsdp.transformer_impl")

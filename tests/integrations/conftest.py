@@ -6,12 +6,13 @@ import pytest
 
 
 @pytest.fixture
-def quiet() -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     torch.set_num_threads(1)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
 
 
 @pytest.fixture(scope="module")

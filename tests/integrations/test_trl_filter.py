@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,13 +16,23 @@ import torch
 from datasets import Dataset
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from small_trl_runs import GROUP, config, events_in, losses_in, model, questions, trainer_for, updates_in, weights_of
-from sortedrl.core import RequestFailed
+from small_trl_runs import (
+    GROUP,
+    check_resumed,
+    config,
+    events_in,
+    losing,
+    losses_in,
+    on_own_engine,
+    questions,
+    trainer_for,
+    updates_in,
+    weights_of,
+)
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Regenerated, Rejected, Scored
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
 
 MODES = (
@@ -205,13 +216,6 @@ def test_a_rollout_without_any_reward_does_not_count_in_its_group(tokenizer: Any
 
 
 def test_a_group_with_a_lost_member_is_scored_with_as_many_rows_as_any_other(tokenizer: Any, tmp_path: Path) -> None:
-    lost = 1
-
-    class Losing(EmbeddedEngine):
-        def submit(self, requests: Any) -> None:
-            super().submit([request for request in requests if request.id != lost])
-            self._unreported += [RequestFailed(r.id, self.now(), "lost") for r in requests if r.id == lost]
-
     calls: list[int] = []
 
     def by_place(completions: Any, log_extra: Any, **columns: Any) -> list[float]:
@@ -219,14 +223,11 @@ def test_a_group_with_a_lost_member_is_scored_with_as_many_rows_as_any_other(tok
         log_extra("text", list(completions))
         return [float(place) for place in range(len(completions))]
 
-    policy = model()
-    engine = Losing(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
-    trainer = trainer_for(
-        tmp_path, tokenizer, model=policy, engine=engine, schedule=filtered("baseline"), reward_funcs=by_place
-    )
+    given = on_own_engine(tokenizer, losing(1))
+    trainer = trainer_for(tmp_path, tokenizer, schedule=filtered("baseline"), reward_funcs=by_place, **given)
     trainer.train()
     assert [len(update.rollouts) for update in updates_in(tmp_path)] == [11, 8, 8]  # one group more
-    assert [event.rollout for event in events_in(tmp_path) if isinstance(event, Rejected)] == [lost]
+    assert [event.rollout for event in events_in(tmp_path) if isinstance(event, Rejected)] == [1]
     assert set(calls) == {GROUP}
     assert list(trainer._logs["extra"]["text"]) == list(trainer._logs["completion"])
 
@@ -294,32 +295,20 @@ def test_what_a_filter_cannot_work_with_is_refused_by_name(
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     mode: str, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields = {
-        "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-4, "max_completion_length": 4,
-    }  # fmt: skip
-    whole = trainer_for(
-        tmp_path, tokenizer, args=config(tmp_path, **fields), schedule=filtered(mode), slots=32, reward_funcs=EvenOnly()
-    )
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    args = config(tmp_path, max_steps=4, learning_rate=1e-4, max_completion_length=4, **saving)
+    make = partial(trainer_for, tmp_path, tokenizer, args=args, slots=32)
+    whole = make(schedule=filtered(mode), reward_funcs=EvenOnly())
     whole.train()
     assert "32 slots are 4.0 times an update of 8 rollouts" in caplog.text
-    told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
     saved = json.loads((tmp_path / "checkpoint-1" / "sortedrl-0.json").read_text())["controller"]
     assert ('"seen"' in json.dumps(saved)) == (mode != "on-policy")  # scored rollouts that wait for their update
-    reward = EvenOnly()
-    again = trainer_for(
-        tmp_path, tokenizer, args=config(tmp_path, **fields), schedule=filtered(mode), slots=32, reward_funcs=reward
-    )
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    make_again = partial(make, schedule=filtered(mode), reward_funcs=EvenOnly())
+    again = check_resumed(make_again, tmp_path, "checkpoint-1", whole)
     log = events_in(tmp_path)
-    assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told
-    expected = weights_of(whole)
-    for name, value in weights_of(again).items():
-        assert torch.equal(value, expected[name]), name
     assert list(again._logs["extra"]["seen"]) == list(whole._logs["extra"]["seen"])
     scored = Counter(event.rollout for event in log if isinstance(event, Scored))
     regenerated = Counter(event.rollout for event in log if isinstance(event, Regenerated))
     assert all(count <= 1 + regenerated[id] for id, count in scored.items())
     with pytest.raises(ConfigurationError, match="filter_groups: 'equal_rewards' -> None"):
-        trainer_for(tmp_path, tokenizer, args=config(tmp_path, **fields), schedule=mode, slots=32).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
-        )
+        make(schedule=mode).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,23 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from small_trl_runs import GROUP, Recorder, config, events_in, model, questions, trainer_for, updates_in, weights_of
-from sortedrl.core import Request, RequestFailed, TooManyRejected, strategy_named
+from small_trl_runs import (
+    GROUP,
+    Recorder,
+    check_resumed,
+    config,
+    engine_for,
+    events_in,
+    losing,
+    losses_in,
+    model,
+    on_own_engine,
+    questions,
+    trainer_for,
+    updates_in,
+    weights_of,
+)
+from sortedrl.core import Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineSpec
 from sortedrl.core.events import Event, Rejected, Scored, Updated
@@ -104,33 +120,12 @@ def test_the_log_waits_for_rewards() -> None:
 
 # What is refused
 
-AWAY_FROM_DEFAULT: dict[str, Any] = {
-    "top_p": 0.9,
-    "top_k": 50,
-    "min_p": 0.1,
-    "repetition_penalty": 1.1,
-    "generation_kwargs": {"num_beams": 2},
-    "cache_implementation": "static",
-    "transformers_continuous_batching_config": {"num_blocks": 8},
-    "vllm_mode": "server",
-    "vllm_model_impl": "transformers",
-    "vllm_structured_outputs_regex": "a+",
-    "vllm_server_base_url": "http://localhost:1",
-    "vllm_server_host": "localhost",
-    "vllm_server_port": 1,
-    "vllm_server_timeout": 1.0,
-    "vllm_group_port": 1,
-    "vllm_tensor_parallel_size": 2,
-    "neftune_noise_alpha": 5.0,
-    "parallelism_config": object(),
-}  # switches are turned over
-
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_field_that_nothing_would_honour_is_refused_by_name(name: str, tmp_path: Path) -> None:
     args = config(tmp_path)
     check_fields(args, off_policy_correction="ppo_clip", engine="embedded")
-    setattr(args, name, AWAY_FROM_DEFAULT[name] if name in AWAY_FROM_DEFAULT else not getattr(args, name))
+    setattr(args, name, "away from the default")
     with pytest.raises(ConfigurationError) as refused:
         check_fields(args, off_policy_correction="ppo_clip", engine="vllm")
     assert refused.value.key == name
@@ -230,9 +225,7 @@ def test_a_cohort_is_four_updates_unless_the_schedule_sets_it(
 
 
 def test_a_function_makes_the_engine(tokenizer: Any, tmp_path: Path) -> None:
-    def made() -> EmbeddedEngine:
-        return EmbeddedEngine(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
-
+    made = partial(engine_for, model(), tokenizer)
     trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=2), engine=made).train()
     assert len(updates_in(tmp_path)) == 2
     with pytest.raises(ConfigurationError, match="engine = '<lambda>': it returned a str without now, submit"):
@@ -302,7 +295,7 @@ def test_every_mode_trains_and_its_log_tells_what_the_rewards_were(mode: str, to
     assert 0 <= run_metrics.bubble <= run_metrics.idle <= 1
     if strategy_named(mode).on_policy:
         assert run_metrics.staleness_max == 0
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     assert history[0]["sortedrl/mismatch"] < 1e-4
     assert all(entry.get("sortedrl/mismatch", 0.0) < 1e-4 for entry in history)  # none where all tokens are stale
     assert history[-1]["sortedrl/bubble"] == pytest.approx(run_metrics.bubble, abs=1e-3)
@@ -341,7 +334,7 @@ def test_the_loss_compares_with_what_the_engine_sampled_with(tokenizer: Any, tmp
 def test_stale_tokens_can_be_treated_as_decoupled_ppo_by_trl_itself(tokenizer: Any, tmp_path: Path) -> None:
     args = config(tmp_path, vllm_importance_sampling_mode="token_truncate", max_steps=4)
     trainer, _ = trained(tmp_path, tokenizer, "partial+elevator", args=args, off_policy_correction="decoupled")
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     ratios = [entry["sampling/importance_sampling_ratio/max"] for entry in history]
     assert ratios[0] == pytest.approx(1.0, abs=1e-3)  # nothing is stale yet
     assert max(ratios) > 1.001
@@ -356,19 +349,11 @@ def test_an_engine_that_does_not_follow_the_weights_ends_the_run(tokenizer: Any,
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    engine = Deaf(other, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
     with pytest.raises(EngineMismatch, match="nats"):
-        trainer_for(tmp_path, tokenizer, engine=engine).train()
+        trainer_for(tmp_path, tokenizer, engine=engine_for(other, tokenizer, Deaf)).train()
 
 
 def test_a_rollout_that_the_engine_loses_is_missing_and_nothing_else(tokenizer: Any, tmp_path: Path) -> None:
-    lost = 5
-
-    class Losing(EmbeddedEngine):
-        def submit(self, requests: Any) -> None:
-            super().submit([request for request in requests if request.id != lost])
-            self._unreported += [RequestFailed(r.id, self.now(), "lost") for r in requests if r.id == lost]
-
     trained_tokens: list[int] = []
 
     class Watched(SortedGRPOTrainer):
@@ -376,23 +361,15 @@ def test_a_rollout_that_the_engine_loses_is_missing_and_nothing_else(tokenizer: 
             trained_tokens.append(int(inputs["completion_mask"].sum()))
             return super()._compute_loss(model, inputs)
 
-    policy = model()
-    engine = Losing(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
-    trainer_for(tmp_path, tokenizer, Watched, model=policy, engine=engine, schedule="baseline").train()
+    trainer_for(tmp_path, tokenizer, Watched, schedule="baseline", **on_own_engine(tokenizer, losing(5))).train()
     updates = updates_in(tmp_path)
     assert [len(event.rollouts) for event in updates] == [7, 8, 8]
     assert sum(trained_tokens) == sum(sum(event.lengths) for event in updates)  # rows that fill up train nothing
-    assert [event.rollout for event in events_in(tmp_path) if isinstance(event, Rejected)] == [lost]
+    assert [event.rollout for event in events_in(tmp_path) if isinstance(event, Rejected)] == [5]
 
 
 def test_an_engine_that_loses_every_rollout_ends_the_run_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
-    class Losing(EmbeddedEngine):
-        def submit(self, requests: Any) -> None:
-            self._unreported += [RequestFailed(r.id, self.now(), "out of memory") for r in requests]
-
-    policy = model()
-    engine = Losing(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
-    trainer = trainer_for(tmp_path, tokenizer, model=policy, engine=engine, train_dataset=questions(200))
+    trainer = trainer_for(tmp_path, tokenizer, train_dataset=questions(200), **on_own_engine(tokenizer, losing(None)))
     with pytest.raises(TooManyRejected, match=r"first 8 rollouts were all rejected; 8 times: .*last: out of memory"):
         trainer.train()
     assert sum(isinstance(event, Rejected) for event in events_in(tmp_path)) == 8
@@ -485,7 +462,7 @@ def test_the_engine_sleeps_in_every_step_also_after_an_evaluation_within_an_upda
             assert self.is_awake, "its weights are gone until the next update"
             super().submit(requests)
 
-    engine = Sleeper(model(), slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+    engine = engine_for(model(), tokenizer, Sleeper)
     awake: list[bool] = []
     compute_loss = GRPOTrainer._compute_loss
 
@@ -504,7 +481,7 @@ def test_lora_is_merged_for_the_engine(tokenizer: Any, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"])
     trainer, _ = trained(tmp_path, tokenizer, "on-policy", args=config(tmp_path, learning_rate=2e-2), peft_config=lora)
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     assert all(entry["sortedrl/mismatch"] < 1e-4 for entry in history)  # also after updates of the adapters
     merged = dict(merged_weights(trainer.model.get_base_model()))
     untouched = dict(model().state_dict())
@@ -522,21 +499,16 @@ def test_lora_is_merged_for_the_engine(tokenizer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["partial+elevator", pytest.param("on-policy", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(mode: str, tokenizer: Any, tmp_path: Path) -> None:
-    args = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
-    whole = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule=mode)
+    args = config(tmp_path, max_steps=5, save_strategy="steps", save_steps=2)
+    make = partial(trainer_for, tmp_path, tokenizer, args=args, schedule=mode)
+    whole = make()
     whole.train()
-    told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
     if mode == "partial+elevator":  # a checkpoint as of sortedrl 0.2
         state = read_state(tmp_path / "checkpoint-2", 0, 1)
         del state["rows"]
         state["events"], state["controller"]["events"] = state["controller"]["events"], 0
         write_state(tmp_path / "checkpoint-2" / "sortedrl-0.json", state)
-    again = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule=mode)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told  # the second telling counts
-    expected = weights_of(whole)
-    for name, value in weights_of(again).items():
-        assert torch.equal(value, expected[name]), name
+    check_resumed(make, tmp_path, "checkpoint-2", whole)
     assert Metrics().fold(events_in(tmp_path)).run_metrics().updates == 5
 
 
@@ -551,10 +523,8 @@ def test_ctrl_c_in_a_harvest_leaves_a_trainer_that_can_go_on(tokenizer: Any, tmp
                 raise KeyboardInterrupt
             return super().poll(until)
 
-    policy = model()
-    engine = Interrupted(policy, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
     args = config(tmp_path, max_steps=8, save_strategy="steps", save_steps=1)
-    trainer = trainer_for(tmp_path, tokenizer, model=policy, args=args, engine=engine)
+    trainer = trainer_for(tmp_path, tokenizer, args=args, **on_own_engine(tokenizer, Interrupted))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert 1 <= trainer.state.global_step < 8
@@ -643,7 +613,7 @@ def test_vllm_generates_under_the_trainer_s_weights(reuse: bool, tokenizer: Any,
     vllm = {"args": config(tmp_path, vllm_max_model_length=128, max_steps=4), "engine": "vllm", "reuse_kv_cache": reuse}
     trainer = trainer_for(tmp_path, tokenizer, model=str(BUILT_IN_MODEL), schedule="partial", **vllm)
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    history = losses_in(trainer)
     assert max(entry["sortedrl/mismatch"] for entry in history) < (1e-1 if reuse else 1e-4), "stale KV differs"
     assert history[-1]["sortedrl/staleness_max"] > 0
     assert trainer._engine.ready().kv_cache_reuse.survives_update_to(99) == reuse

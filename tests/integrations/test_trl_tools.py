@@ -4,7 +4,9 @@ import asyncio
 import re
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,28 +15,25 @@ pytest.importorskip("trl")
 
 import torch
 from datasets import Dataset
-from transformers import PrinterCallback, ProgressCallback
-from transformers.utils.logging import disable_progress_bar
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from scripted_model import EOS, TEMPLATE, Table, call, scripted_model, scripted_tokenizer
-from small_trl_runs import events_in, losses_in, small_config, updates_in
+from small_trl_runs import check_resumed, events_in, losses_in, small_config, trainer_for
 from sortedrl.core import strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Observed, Rejected, Started, Submitted, TurnEnded, Updated
+from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl import SortedGRPOTrainer
+from sortedrl.integrations.trl.rows import Row
+from sortedrl.integrations.trl.tools import Episode, ToolUse
 from sortedrl.observe.metrics import Metrics
 
 GROUP = 2
 
 
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    disable_progress_bar()
-    torch.set_num_threads(1)
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # The tools: the last character of a result decides what the model says next
@@ -113,16 +112,9 @@ def questions(cases: str, **columns: list[Any]) -> Dataset:
 
 def trainer_of(kind: type, folder: Path, table: Table, **arguments: Any) -> Any:
     tokenizer = scripted_tokenizer(table, arguments.pop("template", TEMPLATE))
-    made = kind(
-        model=scripted_model(tokenizer, table),
-        reward_funcs=arguments.pop("reward_funcs", by_place),
-        args=arguments.pop("args", None) or config(folder),
-        processing_class=tokenizer,
-        **arguments,
-    )
-    made.remove_callback(PrinterCallback)
-    made.remove_callback(ProgressCallback)
-    return made
+    defaults = {"reward_funcs": by_place, "args": config(folder), "train_dataset": None}
+    model = scripted_model(tokenizer, table)
+    return trainer_for(folder, tokenizer, kind, model=model, **defaults | arguments)
 
 
 def by_place(completions: list[Any], **columns: Any) -> list[float]:
@@ -433,15 +425,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(
     args = config(tmp_path, max_completion_length=200, **fields)
     table = COUNTING if environments else {**COUNTING, "N": {call("random_count"): 0.7, "stop": 0.3}}
     table = {**table, call("random_count"): EOS}
-    whole = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
+    make = partial(trainer_of, SortedGRPOTrainer, tmp_path, table, args=args, **given)
+    whole = make()
     whole.train()
-    told = [event._replace(at=0.0) for event in updates_in(tmp_path)]
-    resumed = trainer_of(SortedGRPOTrainer, tmp_path, table, args=args, **given)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [event._replace(at=0.0) for event in updates_in(tmp_path)] == told
-    expected = dict(whole.model.named_parameters())
-    for name, value in resumed.model.named_parameters():
-        assert torch.equal(value, expected[name]), name
+    check_resumed(make, tmp_path, "checkpoint-2", whole)
     assert Metrics().fold(events_in(tmp_path)).run_metrics().staleness_max > 0 or mode == "on-policy"
 
 
@@ -481,6 +468,29 @@ def test_no_slot_is_held_while_a_tool_runs(tmp_path: Path) -> None:
     assert not [event for event in log if isinstance(event, Rejected)]
     history = losses_in(trainer)[0]
     assert (history["tools/call_frequency"], history["tools/failure_frequency"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("change", ["starts", "ends"])
+def test_a_tool_that_starts_or_ends_while_an_update_is_taken_does_not_end_the_run(change: str) -> None:
+    """Episodes come and go in the thread of the tools: here one whenever it is asked which rollouts are live."""
+    use = ToolUse(SimpleNamespace(tools=[], environment_factories=None), Schedule(), threads=1, limit_seconds=1.0)
+
+    def started(id: int) -> Episode:
+        episode = Episode(use)
+        episode.reset((id, 0, {}))
+        return episode
+
+    class Live(set[int]):
+        def __contains__(self, id: object) -> bool:
+            if change == "starts":
+                started(4)
+            else:
+                asyncio.run(canceled.close())
+            return super().__contains__(id)
+
+    _, _, canceled, _ = map(started, range(4))  # 0 is in the update, 1 was rejected, 3 is in its tool
+    use.take([Row(Rollout(0, Prompt("0", (1,)), 0, 0, 0, 0), True)], Live({3, 4}))
+    assert sorted(use.episodes) == [3, *([4] if change == "starts" else [])]
 
 
 class Stuck:
@@ -592,6 +602,10 @@ class Random:
         (
             {"environment_factory": {"count": Counter24}, "train_dataset": questions("N", environment=["cuont"])},
             "cuont",
+        ),
+        (
+            {"environment_factory": {"count": Counter24}},
+            r"\['case', 'prompt', 'start'\]: it has no column named environment",
         ),
         ({"environment_factory": Random}, "reset returned different observations for row"),
     ],

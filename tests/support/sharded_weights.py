@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from small_models import model_of, with_trained_adapters
-from sortedrl.integrations.trl.weights import is_sharded, whole_weights
+from sortedrl.integrations.trl.engine import is_sharded, whole_weights
 
 ADAPTERS: dict[str, dict[str, Any] | None] = {
     "full": None,

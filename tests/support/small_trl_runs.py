@@ -1,6 +1,7 @@
 """SortedGRPOTrainer, or GRPOTrainer, on the built-in model and a few questions, for tests."""
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
 from trl.trainer.grpo_config import GRPOConfig
 
+from sortedrl.core.engine import RequestFailed
 from sortedrl.core.events import Event, Updated
+from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
@@ -59,35 +62,44 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
 
 
 class Recorder:
-    """A reward function that remembers what it was asked: how many a's, or the length, so that rewards vary."""
+    """A reward function that remembers its rewards, which vary."""
 
     __name__ = "varied"
 
     def __init__(self) -> None:
         self.rewards: list[list[float]] = []
-        self.completions: list[list[Any]] = []
-        self.numbers: list[list[int]] = []
 
-    def __call__(self, prompts: Any, completions: Any, number: list[int], **columns: Any) -> list[float]:
-        rewards = [float(sum(map(ord, str(completion))) % 7) for completion in completions]
-        self.rewards.append(rewards)
-        self.completions.append(list(completions))
-        self.numbers.append(list(number))
-        return rewards
+    def __call__(self, completions: Any, **columns: Any) -> list[float]:
+        self.rewards.append([float(sum(map(ord, str(completion))) % 7) for completion in completions])
+        return self.rewards[-1]
+
+
+def engine_for(network: Any, tokenizer: Any, kind: type = EmbeddedEngine) -> Any:
+    return kind(network, slots=8, eos_token_ids=[tokenizer.eos_token_id], max_length=128)
+
+
+def on_own_engine(tokenizer: Any, kind: type) -> dict[str, Any]:
+    """Arguments of a trainer: an engine that decodes with the trainer's model."""
+    network = model()
+    return {"model": network, "engine": engine_for(network, tokenizer, kind)}
+
+
+def losing(lost: int | None) -> type:
+    """An engine that loses the requests of this rollout, or of all."""
+
+    class Losing(EmbeddedEngine):
+        def submit(self, requests: Any) -> None:
+            found = [request for request in requests if lost in (None, request.id)]
+            super().submit([request for request in requests if request not in found])
+            self._unreported += [RequestFailed(request.id, self.now(), "out of memory") for request in found]
+
+    return Losing
 
 
 def trainer_for(folder: Path, tokenizer: Any, kind: type = SortedGRPOTrainer, **arguments: Any) -> Any:
-    arguments.setdefault("model", None)
-    made = kind(
-        **{
-            "model": arguments.pop("model") or model(),
-            "reward_funcs": arguments.pop("reward_funcs", None) or Recorder(),
-            "args": arguments.pop("args", None) or config(folder),
-            "train_dataset": arguments.pop("train_dataset", None) or questions(),
-            "processing_class": tokenizer,
-        }
-        | arguments
-    )
+    defaults = {"model": model, "reward_funcs": Recorder, "args": lambda: config(folder), "train_dataset": questions}
+    missing = {name: make() for name, make in defaults.items() if name not in arguments}
+    made = kind(**arguments | missing, processing_class=tokenizer)
     made.remove_callback(PrinterCallback)
     made.remove_callback(ProgressCallback)
     return made
@@ -99,6 +111,18 @@ def events_in(folder: Path) -> list[Event]:
 
 def updates_in(folder: Path) -> list[Updated]:
     return [event for event in events_in(folder) if isinstance(event, Updated)]
+
+
+def check_resumed(make: Callable[[], Any], folder: Path, checkpoint: str, whole: Any) -> Any:
+    """A new trainer goes on from the checkpoint: its updates and weights are those of `whole`, which ran through."""
+    told = [event._replace(at=0.0) for event in updates_in(folder)]
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(folder / checkpoint))
+    assert [event._replace(at=0.0) for event in updates_in(folder)] == told  # the second telling counts
+    expected = weights_of(whole)
+    for name, value in weights_of(resumed).items():
+        assert torch.equal(value, expected[name]), name
+    return resumed
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from sortedrl.core.engine import EngineDied
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 from sortedrl.integrations.trl import SortedGRPOTrainer
-from sortedrl.integrations.trl.weights import is_sharded, whole_weights
+from sortedrl.integrations.trl.engine import is_sharded, whole_weights
 from sortedrl.models import BUILT_IN_MODEL
 
 RANK = int(os.environ.get("RANK", "0"))

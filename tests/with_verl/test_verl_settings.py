@@ -30,12 +30,14 @@ def test_the_keys_of_the_mode() -> None:
         "+trainer.v1.sortedrl.prompts_per_cohort=32",
         "+trainer.v1.sortedrl.slots=3",
         "+trainer.v1.sortedrl.folder=/x",
+        "+trainer.v1.sortedrl.max_environment_seconds=7",
         "+trainer.v1.sortedrl.max_rejected_fraction=0.1",
     ]
     settings = settings_of(compose("partial", *more))
     assert settings.schedule.mode == "partial+elevator"
     assert settings.schedule.max_staleness == 4
     assert settings.schedule.prompts_per_cohort == 32
+    assert settings.schedule.max_environment_seconds == 7
     assert settings.slots == 3
     assert str(settings.folder) == "/x"
     assert settings.max_rejected_fraction == 0.1
@@ -99,6 +101,7 @@ def test_filter_groups_by_another_metric() -> None:
         ("partial", [*SEPARATE, "actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora.merge"),
         ("partial", [*SEPARATE, "actor_rollout_ref.model.lora.rank=8"], "actor_rollout_ref.model.lora.merge"),
         ("partial", ["reward.reward_model.enable=True"], "reward.reward_model.enable_resource_pool"),
+        ("partial", ["algorithm.adv_estimator=remax"], "algorithm.adv_estimator"),
         ("partial", ["trainer.v1.sampler.custom_sampler.path=x.py"], "trainer.v1.sampler.custom_sampler.path"),
         ("partial", ["trainer.v1.sampler.max_off_policy_threshold=2"], "set trainer.v1.sortedrl.max_staleness"),
         ("partial", ["trainer.v1.sampler.max_off_policy_strategy=wait"], "max_off_policy_strategy"),
@@ -182,13 +185,6 @@ def test_the_mode_composes_with_verls_training_engines(engine: str, layout: list
     assert has_own_gpus(ours) == settings_of(ours).schedule.overlap == bool(layout)
     if engine == "megatron":
         assert OmegaConf.select(ours, "actor_rollout_ref.actor.strategy") == "megatron"
-
-
-@pytest.mark.parametrize("setting", ["on-policy", "partial"])
-def test_every_mode_takes_agent_loops_of_several_turns(setting: str) -> None:
-    limit = "+trainer.v1.sortedrl.max_environment_seconds=7"
-    settings = settings_of(compose(setting, "actor_rollout_ref.rollout.multi_turn.enable=True", limit))
-    assert settings.schedule.max_environment_seconds == 7
 
 
 def test_slots_follow_the_update(caplog: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,7 @@ class Run:
     def updates(self, most: int = 99) -> Self:
         for batch in self.controller:
             for rollout in batch:
-                self.keys[rollout.id] = self.engine.keys_of(rollout)
+                self.keys[rollout.id] = self.engine.loops[rollout.id].keys
             self.batches.append(batch)
             self.engine.trained(batch)
             self.engine.forget_all_but(self.controller.live)

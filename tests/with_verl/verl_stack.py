@@ -14,11 +14,10 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl_config import compose
 
 from sortedrl.core.engine import Request
-from sortedrl.integrations.verl.agent import SortedAgentLoopManager
+from sortedrl.integrations.verl.agent import SortedAgentLoopManager, rows_with_tickets
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.prompts import rows_with_tickets
 from sortedrl.integrations.verl.visit import Ticket
 
 Row = dict[str, Any]  # fields of the dataset: agent_name, raw_prompt, ...

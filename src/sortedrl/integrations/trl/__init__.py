@@ -6,9 +6,9 @@
     trainer.train()
 
 Files: `trainer` (the hooks that TRL calls), `fields` (fields of GRPOConfig: mapped or refused), `engine` (what
-generates), `weights` (gathered from shards), `run` (the scheduler's side, on one rank or several), `rows` (converts an
-update to TRL's rows), `group_rewards` (dynamic sampling). For rollouts of several turns: `environments` (for the
-scheduler), `tools` (the calls, and what the trainer needs of them).
+generates, and its weights), `run` (the scheduler's side, on one rank or several), `rows` (converts an update to TRL's
+rows), `group_rewards` (dynamic sampling). For rollouts of several turns: `environments` (for the scheduler), `tools`
+(the calls, and what the trainer needs of them).
 """
 
 from sortedrl.core.configuration import ConfigurationError

@@ -1,14 +1,21 @@
 """The engine of a `SortedGRPOTrainer`: created on first use, fed with the trainer's weights, also for evaluations;
-and the comparison of its log-probabilities with the trainer's."""
+and the comparison of its log-probabilities with the trainer's.
+
+Weights that accelerate has sharded over ranks are gathered tensor by tensor. FSDP2 and ZeRO-3 are recognized by the
+model itself. ZeRO-1 and ZeRO-2 leave the weights whole. Gathering is a collective: all ranks iterate to the end
+together. A rank never holds more than one gathered tensor, or adapted layer, beyond those that the reader of the
+iterator keeps.
+"""
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeGuard, cast
 
+import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from trl.trainer.grpo_config import GRPOConfig
+from torch.distributed.tensor import DTensor
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import (
@@ -27,7 +34,7 @@ from sortedrl.core.wording import kind_of
 from sortedrl.engines.generate import generate
 from sortedrl.engines.registry import make_engine
 from sortedrl.integrations.trl.rows import loss_mask
-from sortedrl.integrations.trl.weights import is_sharded, whole_weights
+from sortedrl.models.merged_weights import WholeWeights, merged_weights
 
 MakeEngine = Callable[[], Engine]
 MISMATCH_LIMIT = 0.5  # mean nats per token; rounding gives 1e-5 in float32 and 1e-2 in bfloat16, wrong weights give 5
@@ -119,25 +126,23 @@ class TrainerEngine:
         return [derive_seed(self._schedule.seed, step, i) for i in range(first, first + count)]
 
     def _new_engine(self) -> EngineBase:
-        if is_function(self._wanted):
-            made = self._wanted()
-            missing = missing_members(made)
-            if missing:
-                why = f"it returned {kind_of(made)} without {', '.join(missing)}"
-                name = getattr(self._wanted, "__name__", "a function")
-                raise ConfigurationError("engine", name, why, "Return an engine, such as ServerPool([...]).")
-            return with_defaults(made)
-        if not isinstance(self._wanted, str):
+        if isinstance(self._wanted, str):
+            assert self._spec is not None
+            module = _module_to_decode_with(self._model_now()) if self._wanted == "embedded" else None
+            return make_engine(self._wanted, replace(self._spec, module=module))
+        if not is_function(self._wanted):
             return with_defaults(cast(Engine, self._wanted))
-        assert self._spec is not None
-        module = _module_to_decode_with(self._model_now()) if self._wanted == "embedded" else None
-        return make_engine(self._wanted, replace(self._spec, module=module))
+        made = self._wanted()
+        if missing := missing_members(made):
+            why = f"it returned {kind_of(made)} without {', '.join(missing)}"
+            name = getattr(self._wanted, "__name__", "a function")
+            raise ConfigurationError("engine", name, why, "Return an engine, such as ServerPool([...]).")
+        return with_defaults(made)
 
 
-def engine_spec(
-    wanted: str, model: Any, tokenizer: Any, args: GRPOConfig, schedule: Schedule, *, slots: int, context: int,
-    eos_token_ids: Collection[int], reuse_kv_cache: bool, on_cpu: bool,
-) -> EngineSpec:  # fmt: skip
+def engine_spec(wanted: str, trainer: Any, reuse_kv_cache: bool) -> EngineSpec:
+    """Of an engine that is named. `trainer` is a GRPOTrainer with a schedule and slots."""
+    args, on_cpu = trainer.args, trainer.accelerator.device.type == "cpu"
     options: dict[str, Any] = {}
     if wanted == "vllm":
         options = {
@@ -149,13 +154,13 @@ def engine_spec(
         if args.world_size > 1:
             options["distributed_executor_backend"] = "external_launcher"
     return EngineSpec(
-        model=model.config._name_or_path,
-        slots=slots,
-        max_length=context,
-        eos_token_ids=frozenset(eos_token_ids),
-        tokenizer=tokenizer,
-        dtype="bfloat16" if args.bf16 and not on_cpu else str(model.dtype).removeprefix("torch."),
-        seed=schedule.seed % (1 << 32),  # as much as vLLM takes
+        model=trainer.model.config._name_or_path,
+        slots=trainer.slots,
+        max_length=longest_context(wanted, trainer),
+        eos_token_ids=frozenset(trainer.eos_token_ids),
+        tokenizer=trainer._tokenizer,
+        dtype="bfloat16" if args.bf16 and not on_cpu else str(trainer.model.dtype).removeprefix("torch."),
+        seed=trainer.schedule.seed % (1 << 32),  # as much as vLLM takes
         options=options,
     )
 
@@ -169,12 +174,13 @@ def _module_to_decode_with(model: Any) -> Any:
     return module
 
 
-def longest_context(wanted: str | Engine | MakeEngine, model: Any, args: GRPOConfig, schedule: Schedule) -> int:
+def longest_context(wanted: str | Engine | MakeEngine, trainer: Any) -> int:
     """Tokens of prompt and response: as many as vLLM's setting or the model allows, unless the schedule bounds
     prompts."""
-    if wanted == "vllm" and args.vllm_max_model_length:
-        return int(args.vllm_max_model_length)
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if wanted == "vllm" and trainer.args.vllm_max_model_length:
+        return int(trainer.args.vllm_max_model_length)
+    limit: int | None = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    schedule: Schedule = trainer.schedule
     max_new_tokens, prompt = schedule.max_response_tokens, schedule.max_prompt_tokens
     if limit is not None and max_new_tokens + (prompt or 1) > limit:
         raise ConfigurationError(
@@ -194,19 +200,57 @@ class EngineMismatch(RuntimeError):
     """The engine and the trainer disagree on log-probabilities."""
 
 
-def mismatch_of(logps: Tensor, inputs: dict[str, Tensor]) -> float | None:
+def checked_mismatch(logps: Tensor, inputs: dict[str, Tensor]) -> float | None:
     """Mean nats per token, only on tokens of the current weights: on stale tokens the two differ legitimately. None if
-    there are none."""
+    there are none. Raises EngineMismatch."""
     fresh = loss_mask(inputs).bool() & (inputs["staleness"] == 0)
     if not bool(fresh.any()):
         return None
-    return (logps - inputs["sampling_per_token_logps"])[fresh].abs().mean().item()
-
-
-def check_mismatch(mismatch: float) -> None:
+    mismatch = (logps - inputs["sampling_per_token_logps"])[fresh].abs().mean().item()
     if not mismatch < MISMATCH_LIMIT:
         raise EngineMismatch(
             f"on tokens of the current weights, engine and trainer differ by {mismatch:.2f} nats per token (limit "
             f"{MISMATCH_LIMIT}): the engine does not hold the trainer's weights, or the trainer's dropout is on "
             "(then set disable_dropout=True)"
         )
+    return mismatch
+
+
+# Sharded weights
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether reading the weights is a collective."""
+    return any(isinstance(weight, DTensor) or _is_zero3(weight) for weight in model.parameters())
+
+
+def whole_weights(model: Any, *, on_host: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """As `merged_weights`, from the model of a trainer: wrapped or not. Gathered ones are tensors of their own."""
+    access = _Gathered(on_host) if is_sharded(model) else None
+    for name, weight in merged_weights(model, access):
+        yield name.removeprefix("base_model.model."), weight
+
+
+class _Gathered(WholeWeights):
+    def __init__(self, on_host: bool) -> None:
+        self._on_host = on_host
+
+    @torch.no_grad()
+    def whole(self, tensor: Any) -> Any:
+        gathered = self._gathered(tensor.detach() if not _is_zero3(tensor) else tensor)
+        return gathered.cpu() if self._on_host else gathered
+
+    def _gathered(self, tensor: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            on_device: Any = tensor.to(tensor.device_mesh.device_type)  # from the CPU if it is offloaded
+            return on_device.full_tensor()
+        if _is_zero3(tensor):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([tensor]):
+                return tensor.detach().clone()
+        return tensor
+
+
+def _is_zero3(weight: Any) -> bool:
+    return hasattr(weight, "ds_id")

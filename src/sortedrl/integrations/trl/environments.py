@@ -5,7 +5,6 @@ Tokens pass from turn to turn as ids. What follows a turn with tool calls is ren
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -86,23 +85,13 @@ class TrlEnvironments(TaskEnvironments):
         number = next(self._numbers)
         self._host.submit(Call(number, number, self._problem(rollout), tuple(earlier), None, last))
         self._parsed.pop(rollout.id, None)
-        result = self._wait_for(number)
-        if result is None or result.error is not None or self._difference(turns, result) is not None:
-            self._host.drop(number)
-            return False
-        self._use.episodes[rollout.id].end()
+        self._host.wait(2 * self._limit_seconds)  # its only call, for which it has a limit
+        result = next((result for result in self._host.collect() if result.call == number), None)
+        is_back = result is not None and result.error is None and self._difference(turns, result) is None
+        if is_back:
+            self._use.episodes[rollout.id].end()
         self._host.drop(number)
-        return True
-
-    def _wait_for(self, number: int) -> Result | None:
-        """The result of the only call. The host has a time limit for it."""
-        until = time.monotonic() + 2 * self._limit_seconds
-        while time.monotonic() < until:
-            self._host.wait(until - time.monotonic())
-            for result in self._host.collect():
-                if result.call == number:
-                    return result
-        return None
+        return is_back
 
     def _problem(self, rollout: Rollout) -> Any:
         row = rollout.prompt.payload

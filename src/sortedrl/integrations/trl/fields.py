@@ -6,7 +6,7 @@ A field is kept (TRL handles it as usual), mapped (`schedule_for`), or refused b
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import trl
@@ -24,7 +24,7 @@ from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.wording import kind_of
 from sortedrl.engines.registry import SERVERS, check_available, check_name
-from sortedrl.integrations.trl.weights import is_sharded
+from sortedrl.integrations.trl.engine import is_sharded
 
 OLDEST_VERSION = "1.16.0"
 VERIFIED_VERSIONS = ("1.16.0",)
@@ -126,10 +126,11 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             "Pass a datasets.Dataset: Dataset.from_list(rows), or a streaming dataset that is read into memory.",
         )  # fmt: skip
     columns = set(dataset.column_names or ())
-    if "prompt" not in columns and factory is None:
-        raise ConfigurationError(
-            "train_dataset", sorted(columns), "it has no column named prompt", "Rename the column that holds it."
-        )
+    names = {*map(str, factory)} if isinstance(factory, Mapping) else None
+    needed = "prompt" if factory is None else "environment"
+    if (factory is None or names is not None) and needed not in columns:
+        why, fix = f"it has no column named {needed}", "Add it, or rename the column that holds it."
+        raise ConfigurationError("train_dataset", sorted(columns), why, fix)
     for name in sorted(columns & {"image", "images"}):
         raise ConfigurationError("train_dataset", name, "images are not supported", "Use GRPOTrainer for them.")
     if (factory is not None or given.get("tools")) and "prompt" in columns and isinstance(dataset[0]["prompt"], str):
@@ -137,13 +138,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             "train_dataset", "prompt", "tools need prompts that are lists of chat messages",
             'Use [{"role": "user", "content": ...}] instead of text.',
         )  # fmt: skip
-    if isinstance(factory, Mapping):
-        named = dataset["environment"] if "environment" in columns else ["no column environment"]
-        if unknown := sorted({str(name) for name in named} - {str(name) for name in factory}):
-            raise ConfigurationError(
-                "environment_factory", sorted(factory), f"the dataset names environments that it has not: {unknown}",
-                "Name each row's environment in the column environment of train_dataset.",
-            )  # fmt: skip
+    if names is not None and (unknown := sorted({*map(str, dataset["environment"])} - names)):
+        why, fix = f"the dataset names environments that it has not: {unknown}", "Add them, or change the column."
+        raise ConfigurationError("environment_factory", sorted(names), why, fix)
 
 
 def check_parts(schedule: object, engine: object, slots: int | None, reuse_kv_cache: bool = False) -> None:
@@ -184,20 +181,31 @@ def check_fields(args: GRPOConfig, *, off_policy_correction: str, engine: object
         others = f" Also refused: {', '.join(are_set[1:])}." if are_set[1:] else ""
         raise ConfigurationError(are_set[0], getattr(args, are_set[0]), why, fix + others)
     if off_policy_correction not in ("ppo_clip", "decoupled"):
-        raise ConfigurationError(
-            "off_policy_correction", off_policy_correction, "no such correction", "Use 'ppo_clip' or 'decoupled'."
-        )
+        fix = "Use 'ppo_clip' or 'decoupled'."
+        raise ConfigurationError("off_policy_correction", off_policy_correction, "no such correction", fix)
+    for name, why, fix in _unfit(args, off_policy_correction):
+        raise ConfigurationError(name, getattr(args, name), why, fix)
+
+
+def _unfit(args: GRPOConfig, off_policy_correction: str) -> Iterator[tuple[str, str, str]]:
+    """Fields whose values cannot work: their names, why, what to do. A batch of the scheduler must start and end with
+    an optimizer step, and so must a checkpoint."""
     if off_policy_correction == "decoupled" and not args.vllm_importance_sampling_correction:
-        raise ConfigurationError(
-            "vllm_importance_sampling_correction", False, "off_policy_correction='decoupled' requires it",
-            "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer.",
-        )  # fmt: skip
+        fix = "Leave it at True, or pass off_policy_correction='ppo_clip' to the trainer."
+        yield "vllm_importance_sampling_correction", "off_policy_correction='decoupled' requires it", fix
     if not args.temperature > 0:
-        reason = "greedy responses to a prompt are all the same, so a group has no advantages"
-        raise ConfigurationError("temperature", args.temperature, reason, "Use 1.0.")
+        yield "temperature", "greedy responses to a prompt are all the same, so a group has no advantages", "Use 1.0."
     if args.max_completion_length is None:
-        raise ConfigurationError("max_completion_length", None, "a rollout needs a limit on its tokens", "Use 512.")
-    _check_steps(args)
+        yield "max_completion_length", "a rollout needs a limit on its tokens", "Use 512."
+    accumulated = args.gradient_accumulation_steps
+    if _steps_per_generation(args) % accumulated:
+        why = f"an update would end in the middle of an optimizer step of {accumulated} accumulated steps"
+        yield "steps_per_generation", why, f"Use a multiple of gradient_accumulation_steps, such as {accumulated}."
+    per_update = optimizer_steps_per_update(args)
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
+    if saves and per_update > 1 and args.save_steps % per_update:  # below 1 it is a fraction of the run
+        why = f"an update takes {per_update} optimizer steps, and a checkpoint in between could not be resumed from"
+        yield "save_steps", why, f"Use a multiple of {per_update}."
 
 
 def check_model(trainer: Any, engine: object) -> None:
@@ -217,32 +225,6 @@ def check_model(trainer: Any, engine: object) -> None:
         )  # fmt: skip
     if getattr(trainer.model, "is_loaded_in_4bit", False) or getattr(trainer.model, "is_loaded_in_8bit", False):
         raise ConfigurationError("model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16.")
-
-
-def _check_steps(args: GRPOConfig) -> None:
-    """A batch of the scheduler must start and end with an optimizer step, and so must a checkpoint."""
-    steps, accumulated = _steps_per_generation(args), args.gradient_accumulation_steps
-    if steps % accumulated:
-        raise ConfigurationError(
-            "steps_per_generation", steps,
-            f"an update would end in the middle of an optimizer step of {accumulated} accumulated steps",
-            f"Use a multiple of gradient_accumulation_steps, such as {accumulated}.",
-        )  # fmt: skip
-    per_update = optimizer_steps_per_update(args)
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) == "steps"
-    if saves and per_update > 1 and args.save_steps % per_update:  # below 1 it is a fraction of the run
-        raise ConfigurationError(
-            "save_steps", args.save_steps,
-            f"an update takes {per_update} optimizer steps, and a checkpoint in between could not be resumed from",
-            f"Use a multiple of {per_update}.",
-        )  # fmt: skip
-
-
-def tools_need_an_engine_per_rank() -> ConfigurationError:
-    return ConfigurationError(
-        "engine", "a function", "with tools or environments every rank needs its own: their results do not reach other "
-        "ranks", "Pass engine='vllm', or an engine object with a URL for each rank.",
-    )  # fmt: skip
 
 
 def optimizer_steps_per_update(args: GRPOConfig) -> int:

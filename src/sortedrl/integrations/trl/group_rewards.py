@@ -22,7 +22,6 @@ from trl.trainer import grpo_trainer
 from sortedrl.core.group_filter import GroupFilter
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.strategies.registry import group_filter
 from sortedrl.integrations.trl.rows import Row, prompt_of, rows_in_groups
 
 Score = Callable[[Sequence[Rollout]], None]  # sets `reward` and `detail` of the members of a group
@@ -41,12 +40,6 @@ class ScoredGroups(GroupFilter):
     def decide(self, group: Sequence[Rollout]) -> str:
         self._score(group)
         return super().decide([rollout for rollout in group if _has_reward(rollout)] or group)
-
-
-def scored_groups(schedule: Schedule, score: Score) -> ScoredGroups | None:
-    """The filter that the schedule names; None if there is none."""
-    chosen = group_filter(schedule)
-    return None if chosen is None else ScoredGroups(chosen, schedule, score)
 
 
 def _has_reward(rollout: Rollout) -> bool:
@@ -94,23 +87,11 @@ def rewards_of_update(trainer: Any, rows: Sequence[Row]) -> Tensor:
     return gathered
 
 
-class _Accelerator:
-    """That of the trainer, without the other ranks."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-
 def _alone(trainer: Any, rows: list[Row]) -> Any:
     """A copy of the trainer for these rows alone. Of what TRL notes in it, the trainer gets `log_metric` only."""
     alone = copy.copy(trainer)
-    alone.accelerator = _Accelerator(trainer.accelerator)
+    alone.accelerator = copy.copy(trainer.accelerator)
+    alone.accelerator.gather = lambda tensor: tensor
     alone.model = SimpleNamespace(training=True)  # the engine may decode with the module, in evaluation mode
     alone.state = copy.copy(trainer.state)
     alone._metrics = {"train": defaultdict(list)}

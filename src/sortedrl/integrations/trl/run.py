@@ -35,10 +35,11 @@ from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
+from sortedrl.core.strategies.registry import group_filter
 from sortedrl.core.wording import counted
 from sortedrl.engines.speculative import LoggedDrafts
 from sortedrl.integrations.trl.environments import TrlEnvironments
-from sortedrl.integrations.trl.group_rewards import Score, scored_groups
+from sortedrl.integrations.trl.group_rewards import Score, ScoredGroups
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
@@ -163,13 +164,14 @@ class ScheduledRun:
         self.has_batch_in_hand = False
         self._drafts = LoggedDrafts(engine)
         self._environments = environments
+        chosen = group_filter(schedule)
         self.controller = Controller(
             engine,
             self._data,
             ScoreAtOnce(lambda rollout: 0.0) if environments is None else environments.ends,
             schedule,
             environments=environments,
-            filter_groups=scored_groups(schedule, self._score),
+            filter_groups=None if chosen is None else ScoredGroups(chosen, schedule, self._score),
             sampling=sampling,
             # In this order: an event is in the file before the run stops.
             log=EventLog(self._log, self._rejections, self._replace_filtered),

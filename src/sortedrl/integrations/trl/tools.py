@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from sortedrl.core.configuration import ConfigurationError
@@ -180,8 +181,9 @@ class ToolUse:
         """The episodes of an update that is handed out; those of rejected rollouts are forgotten."""
         ids = {row.rollout.id for row in rows}
         self._in_hand = {id: self.episodes.pop(id) for id in ids}
-        for id in [id for id in self.episodes if id not in live]:
-            self.episodes.pop(id).release()
+        for id in list(self.episodes):  # in the thread of the tools some may start or end now
+            if id not in live and (episode := self.episodes.pop(id, None)) is not None:
+                episode.release()
 
     def release(self) -> None:
         """The rewards are known."""
@@ -206,7 +208,8 @@ class ToolUse:
         prepared: dict[Any, list[Any]] = {name: [] for name in pool}
         for row in rows:
             place = row.rollout.prompt.payload
-            prepared[self.name_of(self.grpo.example(place))].append(_AlreadyReset(self.observations[place]))
+            instance = SimpleNamespace(reset=partial(_seen, self.observations[place]))
+            prepared[self.name_of(self.grpo.example(place))].append(instance)
         self.grpo._environment_pool = prepared
         try:
             yield
@@ -295,7 +298,7 @@ class Episode:
         """An ended episode waits for its reward."""
         if not self._has_ended:
             if self._use.episodes.get(self._rollout_id) is self:
-                del self._use.episodes[self._rollout_id]
+                self._use.episodes.pop(self._rollout_id, None)
             self.release()
 
     def _ended(self, turn: EpisodeTurn) -> float:
@@ -407,11 +410,7 @@ def _ending_with(messages: list[dict[str, Any]], observation: Any) -> list[dict[
     return [*messages[:-1], {**messages[-1], "content": content + observation}]
 
 
-class _AlreadyReset:
-    """Takes the place of an instance where TRL resets it: the rollout's own has already been through its turns."""
-
-    def __init__(self, observation: Any) -> None:
-        self._observation = observation
-
-    def reset(self, **example: Any) -> Any:
-        return self._observation
+def _seen(observation: Any, /, **example: Any) -> Any:
+    """In the place of `reset` where TRL calls it: the rollout's own instance has already been through its turns."""
+    del example
+    return observation

@@ -42,19 +42,18 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from sortedrl.core.configuration import checked_fraction
-from sortedrl.core.engine import Engine, EngineSpec, Sampling
+from sortedrl.core.configuration import ConfigurationError, checked_fraction
+from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.schedule import Schedule
 from sortedrl.integrations.trl import fields
 from sortedrl.integrations.trl.engine import (
     MakeEngine,
     TrainerEngine,
-    check_mismatch,
+    checked_mismatch,
     engine_spec,
     exhaust,
     is_function,
     longest_context,
-    mismatch_of,
 )
 from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.group_rewards import rewards_of_update, score_group, total_rewards
@@ -143,12 +142,14 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
             if self._is_shared:
-                raise fields.tools_need_an_engine_per_rank()
-            context = longest_context(engine, self.model, self.args, self.schedule)
+                why = "with tools or environments every rank needs its own: their results do not reach other ranks"
+                fix = "Pass engine='vllm', or an engine object with a URL for each rank."
+                raise ConfigurationError("engine", "a function", why, fix)
+            context = longest_context(engine, self)
             self.schedule = fields.with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(self, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds)
         self._sampling = Sampling(temperature=self.temperature)
-        spec = self._engine_spec(engine, reuse_kv_cache) if isinstance(engine, str) else None
+        spec = engine_spec(engine, self, reuse_kv_cache) if isinstance(engine, str) else None
         is_here = self._ranks.rank == 0 or not self._is_shared
         self._engine = TrainerEngine(engine, lambda: self.model, spec, self.schedule, self._sampling, is_here=is_here)
         self._max_rejected_fraction = max_rejected_fraction
@@ -163,13 +164,6 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._loss_inputs: dict[str, Tensor] | None = None
         self._fired: set[str] = set()
         self.add_callback(_StepWatcher(self))
-
-    def _engine_spec(self, engine: str, reuse_kv_cache: bool) -> EngineSpec:
-        return engine_spec(
-            engine, self.model, self._tokenizer, self.args, self.schedule, slots=self.slots,
-            context=longest_context(engine, self.model, self.args, self.schedule), eos_token_ids=self.eos_token_ids,
-            reuse_kv_cache=reuse_kv_cache, on_cpu=self.accelerator.device.type == "cpu",
-        )  # fmt: skip
 
     # Start and end of a run
 
@@ -391,10 +385,9 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(self, *positional: Any, **named: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*positional, **named)
-        mismatch = None if self._loss_inputs is None else mismatch_of(found[0].detach(), self._loss_inputs)
+        mismatch = None if self._loss_inputs is None else checked_mismatch(found[0].detach(), self._loss_inputs)
         if mismatch is not None:
             self._metrics["train"]["sortedrl/mismatch"].append(mismatch)
-            check_mismatch(mismatch)
         return found
 
     def _log_metrics(self) -> None:

@@ -1,4 +1,4 @@
-"""The agent loop side: verl's manager and workers, extended with tickets.
+"""The agent loop side: verl's dataset as prompts and as rows, its manager and its workers, extended with tickets.
 
 A `Ticket` travels with a row of the dataset from the scheduler to an agent loop worker. The worker keeps it in a
 context variable during the agent loop, so that the client can find it, although the code in between does not pass it
@@ -7,11 +7,17 @@ on. Without a ticket (validation), both behave like verl's own.
 
 import asyncio
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
+import numpy
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils import tensordict_utils
+from verl.utils.dataset.rl_dataset import collate_fn
 
+from sortedrl.core.engine import Request
+from sortedrl.core.rollout import Prompt
 from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, reason_for_report
 from sortedrl.integrations.verl.settings import metric_of, value_of
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
@@ -94,7 +100,7 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(SortedAgentLoopWorker)
-        self._next_worker = 0
+        self._numbers = count()
 
     def wait_until_ready(self) -> None:
         """Wait for the workers: a harvest during their slow start would look like an engine without memory."""
@@ -111,10 +117,33 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             return
         workers = self.agent_loop_workers
         chunks = prompts.chunk(min(len(workers), len(prompts)))
-        first, self._next_worker = self._next_worker, (self._next_worker + len(chunks)) % len(workers)
-        ray.get(
-            [
-                workers[(first + place) % len(workers)].generate_sequences.remote(chunk)
-                for place, chunk in enumerate(chunks)
-            ]
+        ray.get([workers[next(self._numbers) % len(workers)].generate_sequences.remote(chunk) for chunk in chunks])
+
+
+class DatasetPrompts(Sequence[Prompt]):
+    """verl's dataset, read as prompts; a prompt's id is its row. Of its tokens, the scheduler needs the number."""
+
+    def __init__(self, dataset: Any, tokenizer: Any, template_arguments: dict[str, Any]) -> None:
+        self._dataset, self._tokenizer, self._template_arguments = dataset, tokenizer, template_arguments
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return Prompt(str(index), range(self._tokens_in(index)))
+
+    def _tokens_in(self, index: int) -> int:
+        messages = list(self._dataset[index]["raw_prompt"])
+        text = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, **self._template_arguments
         )
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def rows_with_tickets(rows: list[Any], requests: Sequence[tuple[Request, Ticket]], group_size: int) -> Any:
+    """The requests' rows of the dataset, each with its ticket, as verl sends them to agent loop workers."""
+    fields = collate_fn(rows)
+    fields["uid"] = numpy.array([str(request.id // group_size) for request, _ in requests], dtype=object)
+    fields[TICKET] = numpy.empty(len(requests), dtype=object)
+    fields[TICKET][:] = [ticket for _, ticket in requests]
+    return tensordict_utils.get_tensordict(fields)

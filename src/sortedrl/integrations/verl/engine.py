@@ -63,8 +63,8 @@ class VerlEngine(EngineBase):
         self._clear = clear
         self._max_start_seconds = max_start_seconds
         self._waiting: deque[Request] = deque()
-        self._running: dict[int, int] = {}  # dispatch by request id
-        self._starting: dict[int, float] = {}  # by dispatch that has a slot and did not start: until when it must
+        self._running: set[int] = set()  # ids of the requests that have a slot
+        self._starting: dict[int, float] = {}  # by id of those that did not start yet: until when they must
         self._id_of: dict[int, int] = {}  # by dispatch, of the loops
         self._to_cancel: list[int] = []
         self._count = 0
@@ -93,14 +93,13 @@ class VerlEngine(EngineBase):
     def abort(self, ids: Sequence[int]) -> list[Change]:
         named = set(ids)
         self._waiting = deque(request for request in self._waiting if request.id not in named)
-        pending = {id: dispatch for id, dispatch in self._running.items() if id in named}
+        pending = {self.loops[id].dispatch: id for id in named & self._running}
         if pending:
-            inside = set(self._call(self._exchange.abort.remote(list(pending.values()))))
+            inside = {pending[dispatch] for dispatch in self._call(self._exchange.abort.remote(list(pending)))}
             self.receive(0.0)  # what was reported before
-            for id, dispatch in pending.items():
-                if dispatch not in inside and self._running.get(id) == dispatch:
-                    self._leave_slot(id)
-            self._abort_until_ended({id: dispatch for id, dispatch in pending.items() if dispatch in inside})
+            for id in (named & self._running) - inside:
+                self._leave_slot(id)
+            self._abort_until_ended(inside)
             if self._running and self._is_resting:
                 self.wake()
         self._fill()
@@ -155,9 +154,6 @@ class VerlEngine(EngineBase):
             self._servers.resume_generation_replicas()
         self._is_resting = False
 
-    def keys_of(self, rollout: Rollout) -> tuple[str, ...]:
-        return self.loops[rollout.id].keys
-
     def forget_all_but(self, live: Collection[int]) -> None:
         """Forget rollouts that are gone, and drop their trajectories if they were not trained on."""
         for id in [id for id in self.loops if id not in live]:
@@ -211,8 +207,8 @@ class VerlEngine(EngineBase):
                     continue
                 dispatch = self._new_loop(request.id, request.prefix_length).dispatch
                 batch.append((request, _ticket(request, dispatch)))
-            self._running[request.id] = dispatch
-            self._starting[dispatch] = self.now() + self._max_start_seconds
+            self._running.add(request.id)
+            self._starting[request.id] = self.now() + self._max_start_seconds
             limits[dispatch] = request.max_new_tokens
         self._send_cancels()
         if limits:
@@ -237,47 +233,40 @@ class VerlEngine(EngineBase):
         return self.loops[id]
 
     def _leave_slot(self, id: int) -> None:
-        self._starting.pop(self._running.pop(id), None)
+        self._running.remove(id)
+        self._starting.pop(id, None)
 
     def _fail_late_starts(self) -> None:
         """A loop that does not call `generate` would hold its slot forever."""
-        late = [dispatch for dispatch, deadline in self._starting.items() if self.now() >= deadline]
-        for dispatch in late:
-            id = self._id_of[dispatch]
+        for id in [id for id, deadline in self._starting.items() if self.now() >= deadline]:
             self._leave_slot(id)
             self.cancel(id)
-            reason = (
-                f"its agent loop did not call generate within max_environment_seconds = {self._max_start_seconds:g}"
-            )
+            limit = f"max_environment_seconds = {self._max_start_seconds:g}"
+            reason = f"its agent loop did not call generate within {limit}"
             self._news.append(core.RequestFailed(id, self.now(), reason))
 
-    def _abort_until_ended(self, pending: dict[int, int]) -> None:
+    def _abort_until_ended(self, pending: set[int]) -> None:
         """Abort until every pending rollout has left the servers.
 
         A server may hold a request that arrives after the abort until it is resumed. Such a request would be served
         later, so the servers are resumed and aborted again until it has returned.
         """
         deadline = self.now() + _STOP_LIMIT_SECONDS
-        while self._outstanding(pending):
+        while pending & self._running:
             self._abort_servers()
             patience = self.now() + _PATIENCE_SECONDS
-            while self._outstanding(pending) and self.now() < patience:
+            while pending & self._running and self.now() < patience:
                 self.receive(patience - self.now())
-            if not self._outstanding(pending):
-                return
-            if self.now() > deadline:
-                raise EngineDied(
-                    f"{len(self._outstanding(pending))} rollouts did not end within {_STOP_LIMIT_SECONDS} s"
-                )
-            self.wake()
+            left = len(pending & self._running)
+            if left and self.now() > deadline:
+                raise EngineDied(f"{left} rollouts did not end within {_STOP_LIMIT_SECONDS} s")
+            if left:
+                self.wake()
 
     def _abort_servers(self) -> None:
         with _alive(_SERVER):
             self._servers.abort_replicas(reject_request=True)
         self._is_resting = True
-
-    def _outstanding(self, pending: dict[int, int]) -> list[int]:
-        return [id for id, dispatch in pending.items() if self._running.get(id) == dispatch]
 
     # Reports
 
@@ -292,7 +281,7 @@ class VerlEngine(EngineBase):
         if isinstance(report, reports.LoopScored):
             loop.keys = report.keys
             loop.score, loop.metric = (report.reward, None), report.metric
-        elif self._running.get(loop.id) == report.dispatch:
+        elif loop.id in self._running:
             self._news += self._changes(loop, at, report)
         elif isinstance(report, reports.LoopObserved):
             loop.length += len(report.tokens)
@@ -310,7 +299,7 @@ class VerlEngine(EngineBase):
         """Of a rollout in a slot."""
         match report:
             case reports.TurnStarted():
-                self._starting.pop(report.dispatch, None)
+                self._starting.pop(loop.id, None)
                 return [core.RequestStarted(loop.id, at)]
             case reports.Made():
                 loop.length += len(report.tokens)
@@ -334,14 +323,13 @@ class VerlEngine(EngineBase):
         """The loop ended although it had asked for a turn, or before its first one."""
         self._leave_slot(loop.id)
         loop.is_live = False
-        if loop.turns:
-            reason = (
-                report.reason if isinstance(report, reports.LoopFailed) else "its agent loop did not wait for generate"
-            )
-            loop.outcome = reports.LoopFailed(report.dispatch, reason)
-            return [core.RequestFinished(loop.id, at, truncated=False)]
-        reason = report.reason if isinstance(report, reports.LoopFailed) else "its agent loop did not call generate"
-        return [core.RequestFailed(loop.id, at, reason)]
+        reason = f"its agent loop did not {'wait for' if loop.turns else 'call'} generate"
+        if isinstance(report, reports.LoopFailed):
+            reason = report.reason
+        if not loop.turns:
+            return [core.RequestFailed(loop.id, at, reason)]
+        loop.outcome = reports.LoopFailed(report.dispatch, reason)
+        return [core.RequestFinished(loop.id, at, truncated=False)]
 
     def _take_news(self) -> list[Change]:
         news, self._news = self._news, []

@@ -87,8 +87,9 @@ class LoopScored(NamedTuple):
     metric: float | None = None  # by which its group is filtered, if it is not the reward
 
 
-OfTurn = TurnStarted | Made | TurnFinished | TurnAborted | ServerFailed
-Report = OfTurn | LoopObserved | LoopEnded | LoopFailed | LoopScored
+Report = (
+    TurnStarted | Made | TurnFinished | TurnAborted | ServerFailed | LoopObserved | LoopEnded | LoopFailed | LoopScored
+)
 _LEAVES_ITS_SLOT = (TurnFinished, TurnAborted, ServerFailed, LoopEnded, LoopFailed)
 _ENDS_THE_LOOP = (TurnAborted, LoopEnded, LoopFailed, LoopScored)
 

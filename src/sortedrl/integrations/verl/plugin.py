@@ -7,38 +7,30 @@ hook that the adapter uses, and only then imports the other modules.
 
 import importlib
 import inspect
+import logging
 from types import ModuleType
 
-import wrapt
+from packaging.version import Version
 
 MODE = "sortedrl"
 TRAINERS = "verl.trainer.ppo.v1"
 WORKS_WITH = "verl >= 0.9.1, < 0.10 (pip install 'verl==0.9.1' 'TransferQueue>=0.1.10')"
-OLDEST, TOO_NEW = (0, 9, 1), (0, 10, 0)
+OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
 # By module: attribute path, parameters that it must take.
 HOOKS: dict[str, tuple[str, ...]] = {
     f"{TRAINERS}.trainer_base": (
         "register_trainer name",
-        "PPOTrainer._build_replay_buffer",
-        "PPOTrainer.get_llm_client",
-        "PPOTrainer.on_init_end",
-        "PPOTrainer.on_train_begin",
-        "PPOTrainer.prepare_step",
-        "PPOTrainer.on_sample_end",
-        "PPOTrainer.on_step_end",
-        "PPOTrainer.on_validate_begin",
-        "PPOTrainer.on_validate_end",
-        "PPOTrainer._setup",
-        "PPOTrainer._consume_sync_metrics",
-        "PPOTrainer._get_n_gpus_for_throughput",
+        *("PPOTrainer.on_init_end", "PPOTrainer.on_train_begin", "PPOTrainer.on_sample_end", "PPOTrainer.on_step_end"),
+        *("PPOTrainer.on_validate_begin", "PPOTrainer.on_validate_end", "PPOTrainer.prepare_step"),
+        *("PPOTrainer._setup", "PPOTrainer._build_replay_buffer", "PPOTrainer.get_llm_client"),
+        *("PPOTrainer._save_checkpoint", "PPOTrainer._load_checkpoint"),
+        *("PPOTrainer._consume_sync_metrics", "PPOTrainer._get_n_gpus_for_throughput"),
         "PPOTrainer._get_required_batch_multiple dp_size",
         "PPOTrainer._balance_batch batch",
         "PPOTrainer._compute_old_log_prob batch metrics",
         "PPOTrainer._update_actor batch metrics",
         "PPOTrainer._update_critic batch metrics",
         "PPOTrainer._compute_metrics batch metrics timing_raw",
-        "PPOTrainer._save_checkpoint",
-        "PPOTrainer._load_checkpoint",
     ),
     f"{TRAINERS}.replay_buffer": ("ReplayBufferAsync.sample global_steps partition_id batch_size",),
     f"{TRAINERS}.agent_loop_tq": ("AgentLoopManagerTQ.generate_sequences prompts", "AgentLoopWorkerTQ"),
@@ -78,7 +70,7 @@ def why_unfit() -> str | None:
     import verl
 
     version = str(verl.__version__)
-    if not OLDEST <= _numbers(version) < TOO_NEW:
+    if not OLDEST <= Version(version).release < TOO_NEW:
         return f"trainer_mode=sortedrl does not support verl {version}. It works with {WORKS_WITH}."
     missing = [
         f"{module}.{hook.split()[0]}" for module, hooks in HOOKS.items() for hook in hooks if not _has(module, hook)
@@ -87,11 +79,6 @@ def why_unfit() -> str | None:
         return None
     lacks = f"it lacks {', '.join(missing)}"
     return f"trainer_mode=sortedrl does not support this verl {version}: {lacks}. It works with {WORKS_WITH}."
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:3]
-    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)
 
 
 def _has(module: str, hook: str) -> bool:
@@ -105,4 +92,11 @@ def _has(module: str, hook: str) -> bool:
         return False
 
 
-wrapt.register_post_import_hook(register, TRAINERS)
+try:
+    import wrapt
+except ImportError as error:
+    logging.getLogger(__name__).error(
+        "the trainer mode %s is not registered: %s. Run: pip install 'sortedrl[verl]'", MODE, error
+    )
+else:
+    wrapt.register_post_import_hook(register, TRAINERS)

@@ -38,9 +38,9 @@ class Pump:
         while True:
             try:
                 work, then_generate, future = self._work.get(block=not self._is_generating)
-            except Empty:
-                self._try_to_generate()
-                continue
+            except Empty:  # nobody waits for the result
+                assert self._generate is not None
+                work, then_generate, future = self._generate, None, Future()
             try:
                 if self._error is not None:
                     raise self._error
@@ -49,18 +49,8 @@ class Pump:
                     self._is_generating = then_generate and self._generate is not None
                 future.set_result(result)
             except BaseException as error:
-                self._fail(error)
+                self._is_generating = False
+                if self._error is None:
+                    self._error = error
+                    self._on_error()
                 future.set_exception(error)
-
-    def _try_to_generate(self) -> None:
-        assert self._generate is not None
-        try:
-            self._generate()
-        except BaseException as error:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        self._is_generating = False
-        if self._error is None:
-            self._error = error
-            self._on_error()

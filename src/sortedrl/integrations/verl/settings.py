@@ -5,7 +5,7 @@ The keys are under `trainer.v1.sortedrl`, where verl has the settings of a train
 
 import logging
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,10 +100,10 @@ def settings_of(config: Any) -> Settings:
     schedule = schedule_of(config, given)
     strategy = strategy_named(schedule.mode)
     strategy.check(schedule)
-    _check_overlap(schedule, own_gpus=has_own_gpus(config))
     if is_filtered(config):
         strategy.check_filter()
-    _refuse_unsupported(config, strategy)
+    for key, why, fix in _refused(config, schedule, strategy):
+        raise ConfigurationError(key, OmegaConf.select(config, key), why, fix)
     slots, fraction = given.get("slots"), given.get("max_rejected_fraction")
     return Settings(
         schedule=schedule,
@@ -171,110 +171,85 @@ def _with_overlap(schedule: Schedule, given: Mapping[str, Any]) -> Schedule:
     return schedule
 
 
-def _refuse_unsupported(config: Any, strategy: Strategy) -> None:
-    """Refuse, by name, settings of verl that the scheduler does not support. None is silently ignored."""
+def _refused(config: Any, schedule: Schedule, strategy: Strategy) -> Iterator[tuple[str, str, str]]:
+    """Settings that the scheduler does not support: their names, why, what to do. None is silently ignored."""
+    if schedule.overlap and not has_own_gpus(config):
+        why = "servers and learner share GPUs, so one of them waits for the other"
+        fix = "Leave it out, or give the servers GPUs of their own with actor_rollout_ref.hybrid_engine=False."
+        yield f"{PREFIX}.overlap", why, fix
+    if schedule.overlap and schedule.max_staleness is None:
+        why = "the servers generate while the learner steps (overlap), and nothing else bounds how old a token may be"
+        yield f"{PREFIX}.max_staleness", why, f"Set it, for example to 4, or set {PREFIX}.overlap=False."
     if not strategy.on_policy:
-        _require_correction(config, strategy)
+        yield from _without_correction(config, strategy)
     fixed = FIXED
     if is_filtered(config):
         fixed = fixed | FIXED_WITH_FILTER
     if has_own_gpus(config):
         fixed = fixed | FIXED_WITH_OWN_GPUS
-        _check_weight_transfer(config.actor_rollout_ref)
+        yield from _without_weight_transfer(config.actor_rollout_ref)
     for key, (fine, why, fix) in fixed.items():
-        if (value := OmegaConf.select(config, key)) not in fine:
-            raise ConfigurationError(key, value, why, fix)
+        if OmegaConf.select(config, key) not in fine:
+            yield key, why, fix
     reward_model = config.reward.reward_model
     if reward_model.enable and not reward_model.enable_resource_pool:
-        raise ConfigurationError(
-            "reward.reward_model.enable_resource_pool", False,
-            "a reward model on the training GPUs scores after the batch is formed, but here a batch consists of scored "
-            "rollouts",
-            "Set it to True, or use a reward function.",
-        )  # fmt: skip
-    _refuse_fixed_sizes(config)
+        why = "a reward model on the training GPUs scores after the batch is formed, but a batch has scored rollouts"
+        yield "reward.reward_model.enable_resource_pool", why, "Set it to True, or use a reward function."
+    if config.algorithm.adv_estimator == "remax":
+        why = "its greedy baseline needs a second rollout, which is unsupported"
+        yield "algorithm.adv_estimator", why, "Use grpo, rloo, reinforce_plus_plus or gae."
+    yield from _fixed_sizes(config)
 
 
-def _check_overlap(schedule: Schedule, *, own_gpus: bool) -> None:
-    if schedule.overlap and not own_gpus:
-        raise ConfigurationError(
-            f"{PREFIX}.overlap", True, "servers and learner share GPUs, so one of them waits for the other",
-            "Leave it out, or give the servers GPUs of their own with actor_rollout_ref.hybrid_engine=False.",
-        )  # fmt: skip
-    if schedule.overlap and schedule.max_staleness is None:
-        raise ConfigurationError(
-            f"{PREFIX}.max_staleness", None,
-            "the servers generate while the learner steps (overlap), and nothing else bounds how old a token may be",
-            f"Set it, for example to 4, or set {PREFIX}.overlap=False.",
-        )  # fmt: skip
-
-
-def _check_weight_transfer(actor: Any) -> None:
+def _without_weight_transfer(actor: Any) -> Iterator[tuple[str, str, str]]:
     """To servers with GPUs of their own, of which verl's checkpoint engines are the only way."""
     if actor.rollout.checkpoint_engine.backend == "naive":
-        raise ConfigurationError(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend", "naive",
-            "it passes weights within a GPU, but the servers have their own (actor_rollout_ref.hybrid_engine=False)",
-            "Set it to nccl, or another of verl's checkpoint engines.",
-        )  # fmt: skip
+        why = "it passes weights within a GPU, but the servers have their own (actor_rollout_ref.hybrid_engine=False)"
+        fix = "Set it to nccl, or another of verl's checkpoint engines."
+        yield "actor_rollout_ref.rollout.checkpoint_engine.backend", why, fix
     model, lora = actor.model, actor.model.get("lora") or {}
     has_adapter = model.get("lora_rank") or lora.get("rank") or model.get("lora_adapter_path")
     if has_adapter and not lora.get("merge"):
-        raise ConfigurationError(
-            "actor_rollout_ref.model.lora.merge", False,
-            "verl's checkpoint engines send the base weights alone, so the adapter would never reach the servers",
-            "Set it to True, or share the GPUs (actor_rollout_ref.hybrid_engine=True).",
-        )  # fmt: skip
+        why = "verl's checkpoint engines send the base weights alone, so the adapter would never reach the servers"
+        fix = "Set it to True, or share the GPUs (actor_rollout_ref.hybrid_engine=True)."
+        yield "actor_rollout_ref.model.lora.merge", why, fix
 
 
-def _refuse_fixed_sizes(config: Any) -> None:
+def _fixed_sizes(config: Any) -> Iterator[tuple[str, str, str]]:
     """Of the critic and the reference policy, if they are in use. By default they are the actor's."""
     actor, critic = config.actor_rollout_ref.actor, config.critic
-    is_gae = str(config.algorithm.adv_estimator) == "gae"
+    is_gae = config.algorithm.adv_estimator == "gae"
     has_critic = is_gae if critic.get("enable") is None else bool(critic.enable)
     if has_critic and _minibatches(config, critic) != _minibatches(config, actor):
-        raise ConfigurationError(
-            "critic.ppo_mini_batch_size", critic.ppo_mini_batch_size,
-            f"actor and critic make the same number of optimizer steps per update, and the actor's mini-batches have "
-            f"{actor.ppo_mini_batch_size} prompts",
-            "Leave it out.",
-        )  # fmt: skip
+        why = (
+            "actor and critic make the same number of optimizer steps per update, and the actor's mini-batches have "
+            f"{actor.ppo_mini_batch_size} prompts"
+        )
+        yield "critic.ppo_mini_batch_size", why, "Leave it out."
     has_reference = config.algorithm.get("use_kl_in_reward") or actor.get("use_kl_loss")
-    dynamic = {
-        "critic.use_dynamic_bsz": not has_critic or critic.use_dynamic_bsz,
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": not has_reference
-        or config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz,
-    }
-    for name, fits in dynamic.items():
-        if not fits:
-            raise ConfigurationError(
-                name, False, "updates vary in size, which micro-batches of a fixed size cannot split", "Leave it out."
-            )
+    in_use = {"critic.use_dynamic_bsz": has_critic, "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": has_reference}
+    for key, is_used in in_use.items():
+        if is_used and not OmegaConf.select(config, key):
+            yield key, "updates vary in size, which micro-batches of a fixed size cannot split", "Leave it out."
 
 
-def _require_correction(config: Any, strategy: Strategy) -> None:
-    """Refuse settings without off-policy correction, under which stale tokens would be trained on with ratio 1.
+def _without_correction(config: Any, strategy: Strategy) -> Iterator[tuple[str, str, str]]:
+    """Settings under which stale tokens would be trained on with ratio 1.
 
     With bypass_mode, PPO's ratio is against the sampling policy. Without it (and with the REINFORCE loss), only the
     importance weights of rollout_is correct for staleness; verl computes them only with a threshold.
     """
     if not config.actor_rollout_ref.rollout.calculate_log_probs:
-        raise ConfigurationError(
-            "actor_rollout_ref.rollout.calculate_log_probs", False,
-            f"mode {strategy.name} trains on stale tokens, and the correction needs their log-probabilities",
-            "Set it to True.",
-        )  # fmt: skip
+        why = f"mode {strategy.name} trains on stale tokens, and the correction needs their log-probabilities"
+        yield "actor_rollout_ref.rollout.calculate_log_probs", why, "Set it to True."
     correction = config.algorithm.get("rollout_correction") or {}
     if correction.get("bypass_mode") and correction.get("loss_type", "ppo_clip") == "ppo_clip":
         return
     for key, value in (("rollout_is", "token"), ("rollout_is_threshold", "2.0")):
-        name = f"algorithm.rollout_correction.{key}"
         if correction.get(key) is None:
-            raise ConfigurationError(
-                name, None,
-                f"mode {strategy.name} trains on stale tokens, and without it verl treats them as on-policy",
-                f"Add {name}={value} to the command line.",
-            )  # fmt: skip
+            name = f"algorithm.rollout_correction.{key}"
+            why = f"mode {strategy.name} trains on stale tokens, and without it verl treats them as on-policy"
+            yield name, why, f"Add {name}={value} to the command line."
 
 
 def _has_comparable_logprobs(config: Any) -> bool:

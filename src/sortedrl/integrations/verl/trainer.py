@@ -41,10 +41,10 @@ from sortedrl.core.events import Event, EventLog, Filtered
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
 from sortedrl.core.wording import counted
+from sortedrl.integrations.verl.agent import DatasetPrompts, rows_with_tickets
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.prompts import DatasetPrompts, rows_with_tickets
 from sortedrl.integrations.verl.pump import Pump
 from sortedrl.integrations.verl.settings import Settings, keeps_unequal, settings_of, slots_of
 from sortedrl.integrations.verl.visit import Ticket
@@ -163,7 +163,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
 
     def _next_batch(self) -> KVBatchMeta:
         batch = self._scheduled_batch()
-        keys_of = [(rollout, self.engine.keys_of(rollout)) for rollout in batch]
+        keys_of = [(rollout, self.engine.loops[rollout.id].keys) for rollout in batch]
         keys = [key for _, found in keys_of for key in found]
         self._fresh = fresh_responses(keys_of, batch.version) if self.sortedrl.checks_weights else []
         tags = (transfer_queue.kv_list(PARTITION) or {}).get(PARTITION, {})
