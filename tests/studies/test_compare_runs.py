@@ -137,6 +137,13 @@ def test_every_job_has_its_share_of_the_cores(cores: int, jobs: int, expected: l
     assert core_shares(range(cores), jobs) == expected
 
 
+def test_a_run_that_cannot_be_pinned_runs_on_any_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A core that it may not use, or that is absent: no error of one run may end the study."""
+    run = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)[0]
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    assert compare_runs.start(run, (1023,)).wait() == 0
+
+
 def test_an_error_is_the_last_line_and_how_the_run_ended(tmp_path: Path) -> None:
     run = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)[0]
     assert error_of(run, -9) == "SIGKILL"

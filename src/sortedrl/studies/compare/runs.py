@@ -111,11 +111,13 @@ def start(run: StudyRun, cores: Sequence[int]) -> subprocess.Popen[bytes]:
 
 def _pin(parent: int, cores: Sequence[int]) -> None:
     """In the new process: it keeps to these cores, and gets SIGTERM when its parent ends, however that ends. A training
-    run then saves and ends, too, and leaves a folder that can be resumed. Both outlive `exec`."""
+    run then saves and ends, too, and leaves a folder that can be resumed. Both outlive `exec`. Where a core is absent
+    or not allowed, the run is not pinned."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
-    os.sched_setaffinity(0, cores)
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)
 
 
 def toml_of(settings: Mapping[str, Any]) -> str:
