@@ -2,7 +2,7 @@
 
 study.py         the TOML file of a study, read and checked
 runs.py          one `sortedrl train` process per run, several at once, resumable
-outcomes.py      what a finished run leaves; results.py: one line of results.jsonl
+results.py       what a finished run leaves, and its line of results.jsonl
 paired.py        paired differences with intervals, samples-to-threshold with censoring
 comparison.py    a study and its results, as the numbers of the page and of compare.json
 study_folder.py  a study in its folder: what is missing is run, then all is written

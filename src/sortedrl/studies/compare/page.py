@@ -1,22 +1,21 @@
 """A comparison in words and tables of a terminal, and as a page: the answer, the contrasts, the learning curves with
 bands, all outcomes, and failed runs."""
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rich.console import RenderableType
 
+from sortedrl import __version__
 from sortedrl.core.wording import counted, printable
 from sortedrl.observe.report.build import render
 from sortedrl.observe.report.charts import Chart, Dot, layout, mean_curve, rounded
 from sortedrl.observe.report.runs import colors_of
 from sortedrl.studies.compare.comparison import Compared, Comparison, Summary
-from sortedrl.studies.compare.outcomes import OUTCOMES
-from sortedrl.studies.compare.paired import CONFIDENCE, Interval, t_quantile
+from sortedrl.studies.compare.paired import Interval, half_width
+from sortedrl.studies.compare.results import OUTCOMES
 from sortedrl.studies.tables import table
 
 UNKNOWN = "-"
@@ -162,7 +161,7 @@ def summary_text(outcome: str, summary: Summary | None) -> str:
 # The page
 
 
-def page(comparison: Comparison, version: str) -> str:
+def page(comparison: Comparison) -> str:
     study = comparison.study
     modes = [str(study.settings_of(arm).get("mode")) for arm in study.arms]
     colors = dict(zip(study.arms, colors_of(modes), strict=True))
@@ -177,7 +176,7 @@ def page(comparison: Comparison, version: str) -> str:
         "meanings": {name: outcome.meaning for name, outcome in OUTCOMES.items()},
         **{one.__name__: one for one in (answer, caveats, censoring, contrast_row, number, summary_text)},
     }
-    return render("compare.html.j2", content, charts, version, folder=FOLDER)
+    return render("compare.html.j2", content, charts, __version__, folder=FOLDER)
 
 
 def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
@@ -185,6 +184,7 @@ def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
     at = comparison.study.threshold
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at}
     line |= {"line": {"color": "#888888", "width": 1, "dash": "dot"}}
+    t_interval = {"low": lambda y: fmean(y) - half_width(y), "high": lambda y: fmean(y) + half_width(y)}
     views = {}
     for name, (axis, title) in AXES.items():
         axes = layout(title, "held-out score", hovermode="x", showlegend=True, shapes=[] if at is None else [line])
@@ -192,18 +192,9 @@ def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
         data = []
         for arm, color in colors.items():
             curves = [[Dot(p.update, getattr(p, axis), p.score) for p in run.curve] for run in comparison.of_arm(arm)]
-            data += mean_curve(arm, color, curves, T_INTERVAL)
+            data += mean_curve(arm, color, curves, t_interval)
         views[name] = {"data": data, "layout": axes}
     return Chart("learning", "Held-out score", views, height=380)
-
-
-def _edge(side: int, values: Sequence[float]) -> float:
-    """Of the t interval of the mean."""
-    t = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1)
-    return fmean(values) + side * t * stdev(values) / math.sqrt(len(values))
-
-
-T_INTERVAL = {"low": partial(_edge, -1), "high": partial(_edge, 1)}
 
 
 def difference_charts(comparison: Comparison) -> list[Chart]:

@@ -51,16 +51,12 @@ class StudyRun:
         return f"{self.arm} seed {self.seed}"
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.arm, self.seed
-
-    @property
     def config(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.toml")
+        return self.folder.with_suffix(".toml")
 
     @property
     def log(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}.log")
+        return self.folder.with_suffix(".log")
 
     @property
     def is_finished(self) -> bool:
@@ -194,10 +190,8 @@ def _let_save(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[tuple[int, ...]]:
     """An equal share of the cores for each job; more jobs than cores share them."""
-    if jobs >= len(cores):
-        return [(cores[job % len(cores)],) for job in range(jobs)]
-    each = len(cores) // jobs
-    return [tuple(cores[job * each : (job + 1) * each]) for job in range(jobs)]
+    each = max(1, len(cores) // jobs)
+    return [tuple(cores[(job * each + i) % len(cores)] for i in range(each)) for job in range(jobs)]
 
 
 def _kill_group(popen: subprocess.Popen[bytes]) -> None:

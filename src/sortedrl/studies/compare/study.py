@@ -1,8 +1,6 @@
 """A study as its TOML file describes it. Any mistake in the file is refused before the first run starts."""
 
 import difflib
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,11 +15,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.base import first_error, plain_reason
 from sortedrl.settings.schedule import prompts_per_cohort
-from sortedrl.studies.compare.outcomes import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES
+from sortedrl.studies.compare.results import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES, Key, digest_of
 from sortedrl.training.settings import TrainSettings
 
 Settings = dict[str, Any]
-Validate = Callable[[Settings], None]
+Validate = Callable[[Settings], object]
 SET_BY_THE_STUDY = ("seed", "out", "resume", "config", "dry_run", "json_output")
 ARM_NAME = re.compile(r"(?!\.{1,2}$)[\w+\-.=,]{1,200}", re.ASCII)  # file systems take 255 bytes
 FIXES = {
@@ -115,10 +113,6 @@ class Study(_Table):
         return prompts_per_cohort(settings) * settings.rollouts_per_prompt
 
 
-def digest_of(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
-
-
 def read_study(path: Path) -> Study:
     try:
         return parsed_study(path.read_text(encoding="utf-8"), path.stem)
@@ -147,16 +141,13 @@ def parsed_study(text: str, name: str) -> Study:
     return study
 
 
-def validate_runs(
-    study: Study, validate: Validate, arms: Iterable[str] | None = None, seeds: Iterable[int] | None = None
-) -> None:
+def validate_runs(study: Study, validate: Validate, runs: Iterable[Key] | None = None) -> None:
     """Check the settings of runs as `sortedrl train` would, without running them; default: of all runs."""
-    for arm in study.arms if arms is None else arms:
-        for seed in study.seeds if seeds is None else seeds:
-            try:
-                validate({**study.settings_of(arm), "seed": seed})
-            except ConfigurationError as error:
-                raise ConfigurationError(error.key, error.value, f"{error.why} (arm {arm})", error.fix) from None
+    for arm, seed in product(study.arms, study.seeds) if runs is None else runs:
+        try:
+            validate({**study.settings_of(arm), "seed": seed})
+        except ConfigurationError as error:
+            raise ConfigurationError(error.key, error.value, f"{error.why} (arm {arm})", error.fix) from None
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], what: str) -> None:
