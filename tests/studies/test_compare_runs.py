@@ -17,11 +17,10 @@ import forked
 import toy
 from forked import Done
 from processes import is_running, wait_for_end
-from sortedrl.studies.compare import runs as compare_runs
+from sortedrl.studies.compare import study_folder
 from sortedrl.studies.compare.results import FROM_THE_SUMMARY, read_run
-from sortedrl.studies.compare.runs import StudyRun, core_shares, error_of, run_all, runs_of
 from sortedrl.studies.compare.study import parsed_study
-from sortedrl.studies.compare.study_folder import run_study
+from sortedrl.studies.compare.study_folder import StudyRun, core_shares, error_of, run_all, run_study, runs_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
@@ -140,7 +139,7 @@ def test_a_run_that_cannot_be_pinned_runs_on_any_core(monkeypatch: pytest.Monkey
     """A core that it may not use, or that is absent: no error of one run may end the study."""
     run = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)[0]
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    assert compare_runs.start(run, (1023,)).wait() == 0
+    assert study_folder.start(run, (1023,)).wait() == 0
 
 
 def test_an_error_is_the_last_line_and_how_the_run_ended(tmp_path: Path) -> None:
@@ -244,8 +243,8 @@ class Scripted:
             with run.log.open("ab") as log:
                 return subprocess.Popen(["/bin/sh", "-c", script], stdout=log, stderr=log, start_new_session=True)
 
-        monkeypatch.setattr(compare_runs, "start", start)
-        monkeypatch.setattr(compare_runs, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(study_folder, "start", start)
+        monkeypatch.setattr(study_folder, "POLL_SECONDS", 0.02)
 
     def run(self, *, seeds: int, jobs: int = 1) -> None:
         study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)

@@ -19,7 +19,7 @@ from sortedrl.studies import tables
 from sortedrl.studies.compare.comparison import Comparison, as_json
 from sortedrl.studies.compare.page import parts
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
-from sortedrl.studies.compare.study_folder import check_runs, rebuild, refuse_other_folder, run_study, study_of
+from sortedrl.studies.compare.study_folder import RESULTS, check_runs, rebuild, refuse_other_folder, run_study, study_of
 from sortedrl.training.settings import TrainSettings, check_what_must_exist
 
 
@@ -52,11 +52,12 @@ SETTINGS = CompareSettings
 
 def run(settings: CompareSettings) -> int:
     """Exit code 2 if a run failed."""
-    source = settings.from_results
-    if source is not None:
+    if (source := settings.from_results) is not None:
+        results = source / RESULTS if source.is_dir() else source
+        study = study_of(results, settings.study)
         if settings.dry_run:  # no settings are checked: that would import what the folder names
-            return _print_plan(study_of(source, settings.study), settings)
-        return _show(settings, rebuild(source, settings.study, settings.out, line_log(settings)))
+            return _print_plan(study, settings)
+        return _show(settings, rebuild(study, results, settings.out, line_log(settings)))
     assert settings.study is not None
     with _set_by(settings.study):
         study = read_study(settings.study)

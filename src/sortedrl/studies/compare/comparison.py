@@ -74,11 +74,10 @@ def compare(study: Study, results: Results) -> Comparison:
         for arm, seed in wanted
         if (arm, seed) in finished
     }
-    named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
-    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
+    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in study.contrasts}
     others = [
         Contrast(name=f"{arm} minus {minus}", arm=arm, minus=minus, outcome=outcome, primary=False)
-        for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
+        for arm, minus in study.pairs_of_arms
         for outcome in study.outcomes
         if (arm, minus, outcome) not in asked
     ]
@@ -90,7 +89,7 @@ def compare(study: Study, results: Results) -> Comparison:
         finished=tuple(runs.values()),
         failures=tuple({"arm": arm, "seed": seed, "error": lines[arm, seed]["error"]} for arm, seed in failed),
         not_run=tuple(key for key in wanted if key not in lines),
-        contrasts=tuple(_compared(one, study, runs) for one in named),
+        contrasts=tuple(_compared(one, study, runs) for one in study.contrasts),
         exploratory=tuple(_compared(one, study, runs) for one in others),
         summaries={arm: _summaries(study, [run for run in runs.values() if run.arm == arm]) for arm in study.arms},
         notices=tuple(_notices(study, runs)),
@@ -196,7 +195,7 @@ def _notices(study: Study, runs: Runs) -> Iterator[str]:
     if threshold is not None and (early := sum(run.curve[0].score >= threshold for run in finished)):
         at_start = f"{early} of {len(finished)} runs are at the threshold of {threshold:g} before their first update"
         yield f"{at_start}: set it higher"
-    for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
+    for arm, minus in study.pairs_of_arms:
         yield from _notices_of_pairs(arm, minus, study, runs)
 
 

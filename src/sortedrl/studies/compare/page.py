@@ -44,19 +44,19 @@ def interval(outcome: str, found: Interval | None) -> str:
 def answer(compared: Compared) -> str:
     """The result of one contrast, in one sentence."""
     outcome, found = compared.outcome, compared.difference
-    head = f"{compared.name}, {outcome}: "
+    text = f"{compared.name}, {outcome}: "
     if found is None:
         return (
-            f"{head}no seed has both runs {'on one device and the same problems' if compared.other_seeds else 'yet'}."
+            f"{text}no seed has both runs {'on one device and the same problems' if compared.other_seeds else 'yet'}."
         )
-    mean = f"{head}{number(outcome, found.mean, '+')}"
+    text += number(outcome, found.mean, "+")
+    if found.pairs == 1:
+        return f"{text} with one seed, which shows nothing."
     if found.t_interval is None:
-        if found.pairs > 1:
-            return f"{mean} with each of {found.pairs} seeds: without spread there is no interval."
-        return f"{mean} with one seed, which shows nothing."
-    error = f"{number(outcome, found.standard_error)} (standard error, {found.pairs} seeds)"
-    text = f"{mean} +- {error}, 95 % interval {interval(outcome, found.t_interval)}"
-    if not found.t_interval.excludes_zero:
+        return f"{text} with each of {found.pairs} seeds: without spread there is no interval."
+    text += f" +- {number(outcome, found.standard_error)} (standard error, {found.pairs} seeds)"
+    text += f", 95 % interval {interval(outcome, found.t_interval)}"
+    if found.t_interval.low <= 0 <= found.t_interval.high:
         return f"{text}: no difference shown."
     return f"{text}: {compared.arm} is {'higher' if found.mean > 0 else 'lower'}."
 
@@ -64,8 +64,7 @@ def answer(compared: Compared) -> str:
 def caveats(comparison: Comparison) -> Iterator[str]:
     """Limits of the answer that a reader must know."""
     yield study_as_planned(comparison)
-    primary = comparison.primary
-    found = primary.difference
+    primary, found = comparison.primary, comparison.primary.difference
     if found is not None and found.smallest_visible is not None:
         if primary.anecdote:
             yield f"An anecdote: {found.pairs} seeds prove nothing. Use 8 or more."
@@ -90,8 +89,8 @@ def study_as_planned(comparison: Comparison) -> str:
     elif known:
         said.append(f"first recorded after {counted(known, 'result')} were known")
     for one in comparison.changes:
-        values = f"{one['key']} {one['before']} -> {one['now']}"
-        said.append(f"changed after {counted(one['after_results'], 'result')} were known: {values}")
+        after = f"changed after {counted(one['after_results'], 'result')} were known"
+        said.append(f"{after}: {one['key']} {one['before']} -> {one['now']}")
     said += ["what was not planned is exploratory"] * bool(comparison.changes)
     return f"Study {comparison.study.digest}: {'; '.join(said) or 'as planned before the first result'}."
 
@@ -108,10 +107,8 @@ def censoring(compared: Compared) -> str:
     text = f"Medians {medians}. {first} (sign test p = {found.sign_test_p:.2g})."
     if found.horizon is None:
         return f"All runs reached the threshold. {text}"
-    never = f"{counted(found.arm_censored, 'run')} of {arm} and {found.minus_censored} of {minus}"
-    return (
-        f"{never} never reached the threshold: all runs count up to {number(compared.outcome, found.horizon)}. {text}"
-    )
+    never = f"{counted(found.arm_censored, 'run')} of {arm} and {found.minus_censored} of {minus} never reached"
+    return f"{never} the threshold: all runs count up to {number(compared.outcome, found.horizon)}. {text}"
 
 
 # Tables
@@ -120,17 +117,17 @@ def censoring(compared: Compared) -> str:
 def parts(comparison: Comparison) -> list[RenderableType]:
     """What the terminal shows at the end."""
     headings = "contrast", "outcome", "difference", "95 % interval", "relative", "seeds"
-    rows = []
-    for compared in comparison.contrasts:
-        name, outcome, difference, t_interval, _, relative, _, seeds = contrast_row(compared)
-        rows.append((printable(name), outcome, difference, t_interval, relative, seeds))
+    rows = ([printable(row[0]), *row[1:4], row[5], row[7]] for row in map(contrast_row, comparison.contrasts))
     contrasts = table("Contrasts, paired by seed; the first one is primary", headings, rows)
     shown = [name for name in IN_THE_TERMINAL if name in comparison.study.outcomes]
-    summaries = (
-        (arm, str(len(comparison.of_arm(arm))), *(summary_text(name, found.get(name)) for name in shown))
-        for arm, found in comparison.summaries.items()
+    arms = table(
+        "Arms, mean over seeds",
+        ("arm", "runs", *shown),
+        (
+            (arm, str(len(comparison.of_arm(arm))), *(summary_text(name, found.get(name)) for name in shown))
+            for arm, found in comparison.summaries.items()
+        ),
     )
-    arms = table("Arms, mean over seeds", ("arm", "runs", *shown), summaries)
     failed = [f"FAILED: {one['arm']} seed {one['seed']}: {one['error']}" for one in comparison.failures]
     return [contrasts, "", arms, "", *map(printable, (*failed, answer(comparison.primary), *caveats(comparison)))]
 
@@ -202,12 +199,8 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
     difference in all pairs has none."""
     charts = []
     for outcome in dict.fromkeys(compared.outcome for compared in comparison.contrasts):
-        found = [
-            (compared.name, compared.difference)
-            for compared in comparison.contrasts
-            if compared.outcome == outcome and compared.difference and compared.difference.pairs > 1
-        ]
-        if not found:
+        all_of = [(one.name, one.difference) for one in comparison.contrasts if one.outcome == outcome]
+        if not (found := [(name, one) for name, one in all_of if one and one.pairs > 1]):
             continue
         halves = [rounded(one.t_interval.high - one.mean) if one.t_interval else None for _, one in found]
         marks: dict[str, Any] = {"type": "scatter", "mode": "markers", "orientation": "h", "name": outcome}

@@ -32,10 +32,6 @@ class Interval:
     low: float
     high: float
 
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -41,24 +41,21 @@ class Outcome(NamedTuple):
 OUTCOMES = {
     "final_score": Outcome("held-out score after the last update", ".3f"),
     "curve_area": Outcome("mean held-out score over all trained rollouts", ".3f"),
-    "samples_to_threshold": Outcome(
-        "trained rollouts until the held-out score reaches the threshold", ",.0f", axis="rollouts"
-    ),
-    "seconds_to_threshold": Outcome(
-        "seconds until the held-out score reaches the threshold, without evaluations", ",.1f", "", "seconds", True
-    ),
+    "samples_to_threshold": Outcome("trained rollouts until the held-out score reaches the threshold", ",.0f",
+                                    axis="rollouts"),
+    "seconds_to_threshold": Outcome("seconds until the held-out score reaches the threshold, without evaluations",
+                                    ",.1f", axis="seconds", needs_one_device=True),
     "seconds": Outcome("duration of the run in seconds, without evaluations", ",.1f", needs_one_device=True),
     "response_length": Outcome("mean length of trained responses, in tokens", ",.1f"),
-    "final_response_length": Outcome(
-        "mean length of trained responses over the last quarter's cohorts, in tokens", ",.1f"
-    ),
+    "final_response_length": Outcome("mean length of trained responses over the last quarter's cohorts, in tokens",
+                                     ",.1f"),
     "staleness": Outcome("mean staleness of trained tokens, in versions", ".2f", "staleness_mean"),
     "rollouts_per_second": Outcome("trained rollouts per second, without evaluations", ",.1f", needs_one_device=True),
     "bubble": Outcome("empty fraction of slot-time while generating", ".3f", "bubble"),
     "goodput": Outcome("tokens trained on per second of generation", ",.0f", "goodput", needs_one_device=True),
     "waste": Outcome("fraction of generated tokens that are discarded", ".3f", "waste"),
     "length_bias": Outcome("mean trained length against that of uncut responses", ".3f", "length_bias"),
-}
+}  # fmt: skip
 FROM_THE_SUMMARY = {name: outcome.metric for name, outcome in OUTCOMES.items() if outcome.metric}
 NEEDS_THRESHOLD = {name: outcome.axis for name, outcome in OUTCOMES.items() if outcome.axis}
 NEEDS_ONE_DEVICE = tuple(name for name, outcome in OUTCOMES.items() if outcome.needs_one_device)

@@ -52,14 +52,16 @@ def _seeds(value: Any) -> Any:
 
 
 def _contrasts(values: Any) -> Any:
-    """A contrast is named by its arms. A single one is always primary."""
+    """A contrast is named by its arms. A single one is always primary; of several, the primary one comes first."""
     if not isinstance(values, list) or not values or any(not isinstance(value, dict) for value in values):
         raise ConfigurationError("contrasts", values, "the study names nothing to compare", FIXES["contrasts"])
     found = []
     for value in values:
         _refuse_unknown(value, Contrast.model_fields, "contrast")
         found.append({"name": f"{value.get('arm')} minus {value.get('minus')}", "primary": False} | value)
-    return ({**found[0], "primary": True},) if len(found) == 1 else tuple(found)
+    if len(found) == 1:
+        found[0]["primary"] = True
+    return tuple(sorted(found, key=lambda one: one["primary"] is not True))
 
 
 class Study(_Table):
@@ -84,7 +86,11 @@ class Study(_Table):
 
     @property
     def primary(self) -> Contrast:
-        return next(contrast for contrast in self.contrasts if contrast.primary)
+        return self.contrasts[0]
+
+    @property
+    def pairs_of_arms(self) -> list[tuple[str, str]]:
+        return list(dict.fromkeys((contrast.arm, contrast.minus) for contrast in self.contrasts))
 
     @property
     def outcomes(self) -> tuple[str, ...]:
