@@ -58,7 +58,7 @@ from sortedrl.core.events import HarvestBegan, Published, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt
 from sortedrl.log.reading import read_events
-from sortedrl.studies.compare.runs import toml_of
+from sortedrl.studies.compare.study_folder import toml_of
 from sortedrl.tasks.encode import prompt_text
 from sortedrl.training.resources import Resources, read_resources
 from sortedrl.training.settings import TrainSettings

@@ -100,6 +100,14 @@ def test_printable_text_shows_what_it_leaves_out() -> None:
     assert printable("a\x1b[1m\x9b\n\u202eé ") == "a\\x1b[1m\\x9b\\n\\u202eé "
 
 
+def test_a_folder_in_place_of_the_metrics_is_named_in_the_error(tmp_path: Path, refused: Any) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    refusal = refused("report", folder)
+    assert f"runs = '{folder / 'metrics.jsonl'}'" in refusal and "Is a directory" in refusal
+
+
 DEEP = "[" * 100_000
 
 

@@ -17,9 +17,9 @@ from sortedrl.cli import main
 from sortedrl.studies.compare import page as text
 from sortedrl.studies.compare.comparison import Comparison, as_json, compare
 from sortedrl.studies.compare.page import difference_charts
-from sortedrl.studies.compare.results import append, problems_in, read_results, record_plan
+from sortedrl.studies.compare.results import append, problems_in, read_results
 from sortedrl.studies.compare.study import parsed_study, read_study
-from sortedrl.studies.compare.study_folder import run_study
+from sortedrl.studies.compare.study_folder import record_plan, run_study
 
 SEEDS = 8
 STUDIES = Path(__file__).parents[2] / "benchmarks" / "studies"
@@ -208,7 +208,7 @@ def test_a_pair_whose_problems_changed_in_between_is_not_compared(folder: Path) 
     assert found.contrasts[1].seeds == tuple(range(SEEDS))
     notices = [notice for notice in found.notices if "different problems" in notice]
     assert len(notices) == 1 and notices[0].startswith("the runs of fast and slow have different problems for seeds 2:")
-    assert as_json(found, "1")["contrasts"][0]["other_seeds"] == (2,)
+    assert as_json(found)["contrasts"][0]["other_seeds"] == (2,)
 
 
 def test_the_problems_of_a_run_are_those_of_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def shown(comparison: Comparison, width: int = 1000) -> str:
 
 def continued(folder: Path, study_text: str) -> Comparison:
     """The study is run again; all of its runs have a result."""
-    return run_study(parsed_study(study_text, "x"), folder, 1, io.StringIO(), "1")
+    return run_study(parsed_study(study_text, "x"), folder, 1, lambda line: None)
 
 
 def planned(folder: Path, *studies: str) -> Path:
@@ -304,7 +304,7 @@ def test_a_study_that_stays_as_it_was_planned_says_so(folder: Path) -> None:
     before = results.read_text()
     found = continued(folder, STUDY)
     assert f"Study {parsed_study(STUDY, 'x').digest}: as planned before the first result." in shown(found)
-    assert as_json(found, "1")["study_changes"] == []
+    assert as_json(found)["study_changes"] == []
     assert results.read_text() == before, "the same plan is recorded once"
 
 

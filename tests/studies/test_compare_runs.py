@@ -1,6 +1,5 @@
 """`sortedrl compare` on a real task: a whole study, killed and continued, with an arm that fails."""
 
-import io
 import json
 import os
 import shutil
@@ -18,11 +17,10 @@ import forked
 import toy
 from forked import Done
 from processes import is_running, wait_for_end
-from sortedrl.studies.compare import runs as compare_runs
-from sortedrl.studies.compare.outcomes import FROM_THE_SUMMARY, IncompleteRun, read_run
-from sortedrl.studies.compare.runs import StudyRun, core_shares, error_of, run_all, runs_of
+from sortedrl.studies.compare import study_folder
+from sortedrl.studies.compare.results import FROM_THE_SUMMARY, read_run
 from sortedrl.studies.compare.study import parsed_study
-from sortedrl.studies.compare.study_folder import run_study
+from sortedrl.studies.compare.study_folder import StudyRun, core_shares, error_of, run_all, run_study, runs_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}"}
@@ -137,6 +135,13 @@ def test_every_job_has_its_share_of_the_cores(cores: int, jobs: int, expected: l
     assert core_shares(range(cores), jobs) == expected
 
 
+def test_a_run_that_cannot_be_pinned_runs_on_any_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A core that it may not use, or that is absent: no error of one run may end the study."""
+    run = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)[0]
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    assert study_folder.start(run, (1023,)).wait() == 0
+
+
 def test_an_error_is_the_last_line_and_how_the_run_ended(tmp_path: Path) -> None:
     run = runs_of(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), tmp_path)[0]
     assert error_of(run, -9) == "SIGKILL"
@@ -238,8 +243,8 @@ class Scripted:
             with run.log.open("ab") as log:
                 return subprocess.Popen(["/bin/sh", "-c", script], stdout=log, stderr=log, start_new_session=True)
 
-        monkeypatch.setattr(compare_runs, "start", start)
-        monkeypatch.setattr(compare_runs, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(study_folder, "start", start)
+        monkeypatch.setattr(study_folder, "POLL_SECONDS", 0.02)
 
     def run(self, *, seeds: int, jobs: int = 1) -> None:
         study = STUDY.replace("seeds = 2", f"seeds = {seeds}").format(model="m", settings=SETTINGS)
@@ -285,7 +290,7 @@ def good(tmp_path: Path) -> Path:
 def test_damaged_metrics_are_one_error(damage: str, good: Path) -> None:
     read_run(good, ["grad_norm"])
     (good / "metrics.jsonl").write_text(damage)
-    with pytest.raises(IncompleteRun, match=str(good)):
+    with pytest.raises(ValueError, match=str(good)):
         read_run(good, ["grad_norm"])
 
 
@@ -293,12 +298,12 @@ def test_a_finished_run_with_damaged_metrics_has_failed(
     good: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The study was killed before it had read the results."""
-    out, printed = tmp_path / "out", io.StringIO()
+    out, printed = tmp_path / "out", list[str]()
     scripted = Scripted(monkeypatch, tmp_path, lambda run: FAILS if run.seed else f"cp -r {good} {{folder}}")
     shutil.copytree(good, broken := out / "runs/elevator/seed-0")
     (broken / "metrics.jsonl").write_text('{"update": 1, "sec')
     (out / "study.toml").touch()
-    found = run_study(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), out, 1, printed, "0")
+    found = run_study(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), out, 1, printed.append)
     assert scripted.started == ["baseline seed 0", "baseline seed 1", "elevator seed 1"]
     assert [(one["arm"], one["seed"]) for one in found.failures] == [
         ("elevator", 0),
@@ -306,8 +311,8 @@ def test_a_finished_run_with_damaged_metrics_has_failed(
         ("elevator", 1),
     ]
     assert found.failures[0]["error"].endswith("Remove the folder to run it again")
-    assert "[2/4] baseline seed 0: held-out score 0.200 -> 0.600 in 0:03; 0 running, 0:0" in printed.getvalue()
-    assert "[4/4] elevator seed 1: FAILED: no space left (exit code 2); 0 running\n" in printed.getvalue()
+    assert "[2/4] baseline seed 0: held-out score 0.200 -> 0.600 in 0:03; 0 running, 0:0" in "\n".join(printed)
+    assert "[4/4] elevator seed 1: FAILED: no space left (exit code 2); 0 running" in printed
 
 
 # Real studies

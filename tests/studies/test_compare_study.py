@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.studies.compare.runs import toml_of
 from sortedrl.studies.compare.study import Study, arms_of, parsed_study, validate_runs
+from sortedrl.studies.compare.study_folder import toml_of
 
 TWO_ARMS = """
 seeds = 2

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from sortedrl import __version__
 from sortedrl.cli.output import around_code_of_others, line_log, require_train_extra, table_console
 from sortedrl.cli.parse import validated
 from sortedrl.core.configuration import ConfigurationError
@@ -20,7 +19,7 @@ from sortedrl.studies import tables
 from sortedrl.studies.compare.comparison import Comparison, as_json
 from sortedrl.studies.compare.page import parts
 from sortedrl.studies.compare.study import Study, read_study, validate_runs
-from sortedrl.studies.compare.study_folder import check_runs, rebuild, refuse_other_folder, run_study, study_of
+from sortedrl.studies.compare.study_folder import RESULTS, check_runs, rebuild, refuse_other_folder, run_study, study_of
 from sortedrl.training.settings import TrainSettings, check_what_must_exist
 
 
@@ -53,17 +52,17 @@ SETTINGS = CompareSettings
 
 def run(settings: CompareSettings) -> int:
     """Exit code 2 if a run failed."""
-    source = settings.from_results
-    if source is not None:
+    if (source := settings.from_results) is not None:
+        results = source / RESULTS if source.is_dir() else source
+        study = study_of(results, settings.study)
         if settings.dry_run:  # no settings are checked: that would import what the folder names
-            return _print_plan(study_of(source, settings.study), settings)
-        return _show(settings, rebuild(source, settings.study, settings.out, line_log(settings), __version__))
+            return _print_plan(study, settings)
+        return _show(settings, rebuild(study, results, settings.out, line_log(settings)))
     assert settings.study is not None
     with _set_by(settings.study):
         study = read_study(settings.study)
+        validate_runs(study, partial(validated, TrainSettings))
     folder = settings.out or Path("runs") / study.name
-    with _set_by(settings.study):
-        validate_runs(study, _validate)
     refuse_other_folder(folder)
     if not settings.dry_run:
         require_train_extra()
@@ -72,8 +71,7 @@ def run(settings: CompareSettings) -> int:
     if settings.dry_run:
         return _print_plan(study, settings)
     try:
-        stream = sys.stderr if settings.json_output else sys.stdout
-        comparison = run_study(study, folder, settings.jobs, stream, __version__)
+        comparison = run_study(study, folder, settings.jobs, line_log(settings))
     except KeyboardInterrupt:
         print("interrupted and saved. The same command continues the study", file=sys.stderr)
         return 130
@@ -91,17 +89,13 @@ def _set_by(study: Path) -> Iterator[None]:
         raise
 
 
-def _validate(settings: dict[str, Any]) -> None:
-    validated(TrainSettings, settings)
-
-
 def _check_what_must_exist(settings: dict[str, Any], *, asks_engine: bool) -> None:
     check_what_must_exist(validated(TrainSettings, settings), imports_yours=True, asks_engine=asks_engine)
 
 
 def _show(settings: CompareSettings, comparison: Comparison) -> int:
     if settings.json_output:
-        print(json.dumps(as_json(comparison, __version__)))
+        print(json.dumps(as_json(comparison)))
     else:
         tables.show(table_console(), parts(comparison))
     return 2 if comparison.failures else 0

@@ -9,15 +9,15 @@ from sortedrl.cli.output import print_schedule
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.wording import counted
 from sortedrl.engines.episodes import DrawnEpisodes, ReplayedEpisodes
-from sortedrl.engines.step_time import PRESETS
+from sortedrl.engines.step_time import PRESETS, pays_up_to
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.settings.slots import too_many_slots
-from sortedrl.studies.simulated_settings import drafts_line
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
     simulated_schedule,
     step_time_of,
+    step_times_of,
 )
 
 MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
@@ -165,5 +165,18 @@ def workload_line(settings: SimulatedSettings) -> str:
         f"updates of {simulated_schedule(settings).rollouts_needed}, "
         f"cohorts of {prompts_per_cohort(settings)} x {settings.rollouts_per_prompt}, step time {settings.step_time}, "
         f"seeds {' '.join(map(str, settings.seeds))}{more}"
-        f"{drafts_line(settings, step_time_of(settings), settings.most_slots_per_engine(), settings.usual_context())}"
+        f"{_drafts_line(settings)}"
     )
+
+
+def _drafts_line(settings: SimulatedSettings) -> str:
+    """How drafts are simulated; empty without."""
+    if settings.drafts == "none":
+        return ""
+    tokens, slots = settings.draft_tokens, settings.most_slots_per_engine()
+    most = pays_up_to(*step_times_of(settings), settings.draft_acceptance, slots, settings.usual_context())
+    cost = settings.draft_step_time or f"a step costs that of {tokens + 1} x the requests (not measured)"
+    rule = f"while at most {most} of {slots} requests run" if settings.drafts == "tail" else "always"
+    pays = f"; they pay with up to {most} running requests" if settings.drafts == "always" else ""
+    steps = f"{settings.draft_acceptance:g} tokens per request and step"
+    return f"\ndrafts of {tokens} tokens, {rule}; {steps}; {cost}{pays}"

@@ -41,10 +41,9 @@ from sortedrl.studies import workload as simulated
 from sortedrl.studies import workload_settings as described
 from sortedrl.studies.measurements import Log, check_is_no_folder, machine, make_folder, random_prompts, warm_up
 from sortedrl.studies.simulate import Case
-from sortedrl.studies.simulated_settings import SimulatedLearnerSettings
 from sortedrl.studies.steady_state import SteadyState
 from sortedrl.studies.workload import EXPECTATIONS, UncutLengths, Workload, expectation_for, with_mode
-from sortedrl.studies.workload_settings import MedianLength, PromptTokens, WorkloadSettings
+from sortedrl.studies.workload_settings import MedianLength, PromptTokens, SimulatedLearnerSettings, WorkloadSettings
 from sortedrl.tasks.scoring import DirectScorer
 from sortedrl.tasks.task import Reward
 from sortedrl.training.engine import bare_engine

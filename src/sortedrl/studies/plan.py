@@ -16,13 +16,13 @@ from pydantic import Field
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.step_time import StepTime, pays_up_to, with_drafts
 from sortedrl.studies.simulate import Case, compare
-from sortedrl.studies.simulated_settings import step_times_of
 from sortedrl.studies.workload import Workload, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
     SimulatedSettings,
     check_simulated,
     simulated_schedule,
+    step_times_of,
 )
 
 CLOSE = 0.02  # of the faster one's speed, not of the limit: with slow environments or learners, all are far from that
@@ -355,7 +355,7 @@ class DraftPlan:
 def plan_drafts(settings: SimulatedSettings, workload: Workload, options: Sequence[Option]) -> DraftPlan:
     """`workload`: without drafts."""
     slots, context = settings.most_slots_per_engine(), settings.usual_context()
-    without, drafted = step_times_of(settings, workload.step_time)
+    without, drafted = step_times_of(settings)
 
     def speed(option: Option, step_time: StepTime) -> float:
         timed = replace(workload, slots=option.slots, step_time=step_time)

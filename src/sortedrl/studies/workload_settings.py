@@ -11,27 +11,25 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.group_filter import EQUAL_REWARDS
+from sortedrl.core.group_filter import EQUAL_REWARDS, are_equal
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.registry import group_filter
 from sortedrl.engines.episodes import DrawnEpisodes, EpisodeOf, ReplayedEpisodes, event_log_at, read_episodes
-from sortedrl.engines.lengths import LengthOf, LognormalLengths, ReplayedLengths, read_lengths
+from sortedrl.engines.lengths import (
+    DrawnEqual,
+    EqualGroups,
+    LengthOf,
+    LognormalLengths,
+    RecordedEqual,
+    ReplayedLengths,
+    read_lengths,
+)
 from sortedrl.engines.pool_members import even_split
 from sortedrl.engines.settings import Slots
-from sortedrl.engines.step_time import PRESETS, StepTime, fit, read_points
+from sortedrl.engines.step_time import PRESETS, StepTime, When, checking_drafts, fit, read_points, with_drafts
 from sortedrl.settings.base import Settings, SettingsGroup, plain_reason, values_for
 from sortedrl.settings.schedule import MOST, ScheduleSettings, prompts_per_cohort, schedule_from, score_wait_seconds
 from sortedrl.studies import profile_file
-from sortedrl.studies.simulated_settings import (
-    SimulatedDraftSettings,
-    SimulatedFilterSettings,
-    SimulatedLearnerSettings,
-    check_drafts,
-    check_filter,
-    check_learner,
-    equal_groups_of,
-    weight_transfer_seconds,
-    with_settings_of,
-)
 from sortedrl.studies.workload import Workload, mean_response_tokens
 
 Expectation = Literal["cold", "warm", "oracle"]
@@ -39,6 +37,7 @@ _LENGTHS_FIX = (
     'Name a run folder, or a file with one number per line, objects such as {"prompt": "id", "length": 812}, or CSV '
     "with a column `length`. Logs with text instead: see docs/my_lengths.md."
 )
+_PRESETS = f"Presets: {', '.join(PRESETS)}."
 MedianLength = Annotated[
     float, Field(gt=0, le=1e9, description="median of the drawn lengths in tokens; none is below 16")
 ]
@@ -111,21 +110,63 @@ class StepTimeSettings(SettingsGroup):
     """KV cache capacity in tokens; requests beyond it are preempted"""
 
     @cached_property
-    def step_time_and_profile(self) -> tuple[StepTime, profile_file.Profile | None]:
-        path = Path(self.step_time)
-        try:
-            if path.suffix == ".json":
-                profile = profile_file.read(path)
-                return profile.step_time(), profile
-            return PRESETS.get(self.step_time) or fit(read_points(path), source=f"fit to {path}"), None
-        except (OSError, ValueError) as error:
-            near = difflib.get_close_matches(self.step_time, PRESETS, n=1)
-            fix = f"{f'Did you mean {near[0]}? ' if near else ''}Presets: {', '.join(PRESETS)}."
-            raise ConfigurationError("step_time", self.step_time, plain_reason(error), fix) from None
-
-    @property
     def profile(self) -> profile_file.Profile | None:
-        return self.step_time_and_profile[1] if self.step_time.endswith(".json") else None
+        """Of --step-time, if that is one."""
+        return profile_at("step_time", self.step_time, _PRESETS) if self.step_time.endswith(".json") else None
+
+
+def profile_at(key: str, file: str, fix: str) -> profile_file.Profile:
+    try:
+        return profile_file.read(Path(file))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(key, file, plain_reason(error), fix) from None
+
+
+class SimulatedLearnerSettings(SettingsGroup):
+    help_group: ClassVar[str] = "simulated learner"
+
+    learner_seconds: Annotated[float | None, Field(ge=0)] = None
+    """learner time for an update of --rollouts-per-update responses of mean length; larger updates take longer in
+    proportion to their tokens"""
+    learner_seconds_per_update: Annotated[float, Field(ge=0)] = 0.0
+    """fixed part of a learner step"""
+    learner_seconds_per_token: Annotated[float, Field(ge=0)] = 0.0
+    """learner time per trained token"""
+    separate_learner: bool = False
+    """the learner has GPUs of its own: modes that keep tokens generate while it steps (--overlap), in the others it
+    works on the coming update during the harvest (--stream)"""
+    stream: bool = False
+    """the learner works on the coming update during the harvest, on its own device"""
+    share_gpu: bool = False
+    """with --stream: on the engine's GPU, at the speeds measured on an H200"""
+    weight_update_seconds: Annotated[float | None, Field(ge=0)] = None
+    """seconds per weight update; default: as measured by the profile, or 0"""
+    weights_gb: Annotated[float | None, Field(gt=0)] = None
+    """size of the weights in GB: with --weights-gb-per-second, the time of a weight update"""
+    weights_gb_per_second: Annotated[float | None, Field(gt=0)] = None
+    """bandwidth from the learner to each engine, all engines at once"""
+
+
+class SimulatedFilterSettings(SettingsGroup):
+    help_group: ClassVar[str] = "dynamic sampling"
+
+    filtered: Annotated[float, Field(ge=0, lt=1)] | Literal["file"] | None = None
+    """this fraction of the groups has equal rewards and is not trained on; file: those whose rewards in --lengths are
+    equal"""
+
+
+class SimulatedDraftSettings(SettingsGroup):
+    help_group: ClassVar[str] = "drafts"
+
+    drafts: When = "none"
+    """speculative decoding: none, only while few requests run (tail), or always"""
+    draft_tokens: Annotated[int, Field(ge=1, le=128)] = 3
+    """drafted tokens per request and step"""
+    draft_acceptance: Annotated[float, Field(ge=1)] = 2.0
+    """mean tokens per request and step, from 1 (none accepted) to draft_tokens + 1"""
+    draft_step_time: str = ""
+    """profile of an engine with drafts; default: a step takes as long as one of draft_tokens + 1 times as many
+    requests"""
 
 
 class WorkloadSettings(Settings, LengthSettings, ScheduleSettings, StepTimeSettings):
@@ -187,10 +228,12 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
         return self.prompt_tokens + (self.median_length if replayed is None else replayed.longest / 4)
 
     def resolved_weight_update_seconds(self) -> float:
-        """As set, or as measured by the profile."""
-        if (seconds := weight_transfer_seconds(self)) is not None:
-            return seconds
-        return (None if self.profile is None else self.profile.weight_update_seconds) or 0.0
+        """By size and bandwidth, as set, or as measured by the profile."""
+        if self.weights_gb is not None and self.weights_gb_per_second is not None:
+            return self.weights_gb / self.weights_gb_per_second
+        if self.weight_update_seconds is not None:
+            return self.weight_update_seconds
+        return (self.profile and self.profile.weight_update_seconds) or 0.0
 
 
 def simulated_schedule(settings: SimulatedSettings) -> Schedule:
@@ -207,15 +250,18 @@ def simulated_schedule(settings: SimulatedSettings) -> Schedule:
 
 
 def simulated_workload(settings: SimulatedSettings) -> Workload:
-    slots, plain = settings.most_slots_per_engine(), step_time_of(settings)
+    acceptance, when, slots = settings.draft_acceptance, settings.drafts, settings.most_slots_per_engine()
+    step_time = step_time_of(settings)
+    if when != "none":
+        step_time = with_drafts(*step_times_of(settings), acceptance, when, slots, settings.usual_context())
     derived = {
         "lengths": length_of(settings),
         "episodes": episodes_of(settings),
-        "step_time": with_settings_of(settings, plain, slots, settings.usual_context()),
+        "step_time": step_time,
         "prompts": settings.cohorts * prompts_per_cohort(settings),
         "kv_tokens": kv_tokens_of(settings),
         "weight_update_seconds": settings.resolved_weight_update_seconds(),
-        "equal_groups": equal_groups_of(settings, settings.replayed_lengths),
+        "equal_groups": equal_groups_of(settings),
     }
     workload = Workload(**values_for(Workload, settings, **derived))
     if settings.learner_seconds is None:
@@ -251,35 +297,38 @@ def length_of(settings: LengthSettings) -> LengthOf:
 
 
 def step_time_of(settings: StepTimeSettings) -> StepTime:
-    found, _ = settings.step_time_and_profile
-    if settings.prefill_seconds_per_token is not None:
-        found = found.scaled(per_prefill_token=settings.prefill_seconds_per_token)
-    return found
+    """Of an engine without drafts."""
+    name, seconds = settings.step_time, settings.prefill_seconds_per_token
+    try:
+        found = settings.profile.step_time() if settings.profile else PRESETS.get(name)
+        found = found or fit(read_points(Path(name)), source=f"fit to {name}")
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        fix = f"{f'Did you mean {near[0]}? ' if near else ''}{_PRESETS}"
+        raise ConfigurationError("step_time", name, plain_reason(error), fix) from None
+    return found if seconds is None else found.scaled(per_prefill_token=seconds)
 
 
 def kv_tokens_of(settings: StepTimeSettings) -> int | None:
     """As set, or as measured by the profile."""
-    profile = settings.profile
-    return profile.kv_tokens if settings.kv_tokens is None and profile is not None else settings.kv_tokens
+    return settings.profile.kv_tokens if settings.kv_tokens is None and settings.profile else settings.kv_tokens
 
 
 def check_simulated(settings: SimulatedSettings) -> None:
     for check in (check_seeds, check_lengths, check_turns, check_context_fits, check_learner, check_engines):
         check(settings)
-    check_filter(settings, settings.replayed_lengths, simulated_schedule(settings))
-    check_drafts(settings, step_time_of(settings))
+    equal_groups_of(settings)
+    group_filter(simulated_schedule(settings))
+    check_drafts(settings)
 
 
 def check_context_fits(settings: WorkloadSettings) -> None:
     parts = [settings.prompt_tokens, settings.response_limit(), settings.most_observed()]
     longest, kv_tokens = sum(parts), kv_tokens_of(settings)
     if kv_tokens is not None and longest + 1 > kv_tokens:
-        raise ConfigurationError(
-            "kv_tokens",
-            kv_tokens,
-            f"one response at the limit needs {' + '.join(str(part) for part in parts if part)} tokens",
-            f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens.",
-        )
+        why = f"one response at the limit needs {' + '.join(str(part) for part in parts if part)} tokens"
+        fix = f"Set kv_tokens to {longest + 1} or more, or lower max_response_tokens."
+        raise ConfigurationError("kv_tokens", kv_tokens, why, fix)
 
 
 def check_lengths(settings: LengthSettings) -> None:
@@ -315,27 +364,79 @@ def check_seeds(settings: SimulatedSettings) -> None:
 
 
 def check_engines(settings: SimulatedSettings) -> None:
-    if settings.slots < settings.engines:
-        raise ConfigurationError(
-            "slots",
-            settings.slots,
-            f"they are the slots of all {settings.engines} engines together",
-            f"Use --slots {settings.engines} or more.",
-        )
+    if settings.slots < (engines := settings.engines):
+        why = f"they are the slots of all {engines} engines together"
+        raise ConfigurationError("slots", settings.slots, why, f"Use --slots {engines} or more.")
     count = settings.controllers
     if count == 1:
         return
     unit = count * (settings.rollouts_per_prompt if settings.whole_groups else 1)
-    for key, value, multiple in (
-        ("engines", settings.engines, count),
-        ("slots", settings.slots, count),
-        ("rollouts_per_update", settings.rollouts_per_update, unit),
-    ):
-        if value % multiple:
-            raise ConfigurationError(
-                key, value, f"{count} controllers get equal parts of it", f"Use a multiple of {multiple}."
-            )
+    for key, multiple in (("engines", count), ("slots", count), ("rollouts_per_update", unit)):
+        if (value := getattr(settings, key)) % multiple:
+            why = f"{count} controllers get equal parts of it"
+            raise ConfigurationError(key, value, why, f"Use a multiple of {multiple}.")
     for key in ("overlap", "stream", "separate_learner"):
         if getattr(settings, key):
             why = "with one controller per training process, engine and learner take turns"
             raise ConfigurationError(key, True, why, "Leave it out, or use one controller.")
+
+
+def check_learner(settings: SimulatedSettings) -> None:
+    per_token, size = settings.learner_seconds_per_token, settings.weights_gb
+    is_set, is_separate = settings.learner_seconds is not None, settings.separate_learner
+    rules = (  # key, whether its value is wrong, why, and the fix
+        ("learner_seconds", is_set and (per_token or settings.learner_seconds_per_update),
+         "it is the whole time of the learner, and a part of it is set, too",
+         "Leave it out, or leave out --learner-seconds-per-token and --learner-seconds-per-update."),
+        ("share_gpu", settings.share_gpu and is_separate, "with --separate-learner, no GPU is shared", "Leave it out."),
+        ("share_gpu", settings.share_gpu and not settings.stream, "without --stream, engine and learner take turns",
+         "Set --stream too, or leave it out."),
+        ("stream", settings.stream and not (per_token or settings.learner_seconds),
+         "the learner's work per token is not set, so there is nothing to do during the harvest",
+         "Set --learner-seconds, for example 60."),
+        ("weights_gb", (size is None) != (settings.weights_gb_per_second is None),
+         "it takes both a size and a bandwidth", "Set both, or leave out both."),
+        ("weight_update_seconds", size is not None and settings.weight_update_seconds is not None,
+         "size and bandwidth of the weights give another time", "Leave it out, or leave out --weights-gb."),
+    )  # fmt: skip
+    for key, is_wrong, why, fix in rules:
+        if is_wrong:
+            raise ConfigurationError(key, getattr(settings, key), why, fix)
+
+
+def equal_groups_of(settings: SimulatedSettings) -> EqualGroups | None:
+    """The groups to filter; None without a filter."""
+    if settings.filtered != "file":
+        return None if settings.filtered is None else DrawnEqual(settings.filtered)
+    replayed = settings.replayed_lengths
+    if replayed is None or replayed.rewards is None:
+        why = "there is no --lengths" if replayed is None else "not every response in --lengths has a reward"
+        fix = 'Give a run folder, or a file with rows such as {"prompt": "p0", "length": 812, "reward": 1}.'
+        raise ConfigurationError("filtered", "file", why, fix)
+    return RecordedEqual(tuple(map(are_equal, replayed.rewards)))
+
+
+def step_times_of(settings: SimulatedSettings) -> tuple[StepTime, StepTime]:
+    """Of an engine with drafts: its steps without and with them."""
+    if not settings.draft_step_time:
+        plain = step_time_of(settings)
+        return plain, checking_drafts(plain, settings.draft_tokens)
+    fix = "Make one with sortedrl profile on an engine with drafts (docs/drafts.md)."
+    profile = profile_at("draft_step_time", settings.draft_step_time, fix)
+    if profile.draft_tokens != settings.draft_tokens:
+        why = f"{settings.draft_step_time} was measured with {profile.draft_tokens or 'no'} drafted tokens"
+        fix = f"Set it to {profile.draft_tokens}." if profile.draft_tokens else "Profile an engine with drafts."
+        raise ConfigurationError("draft_tokens", settings.draft_tokens, why, fix)
+    return profile.step_time(), profile.drafted_step_time()
+
+
+def check_drafts(settings: SimulatedSettings) -> None:
+    most = settings.draft_tokens + 1
+    if settings.drafts == "none":
+        for key in settings.model_fields_set & {"draft_tokens", "draft_acceptance", "draft_step_time"}:
+            why, fix = "nothing is drafted", "Add --drafts tail, or leave it out."
+            raise ConfigurationError(key, getattr(settings, key), why, fix)
+    elif settings.draft_acceptance > most:
+        why = f"a step yields at most draft_tokens + 1 = {most} tokens per request"
+        raise ConfigurationError("draft_acceptance", settings.draft_acceptance, why, f"Use {most} or less.")
+    step_times_of(settings)

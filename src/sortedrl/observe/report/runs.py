@@ -129,18 +129,17 @@ def _logs_of(path: Path) -> list[Path]:
 
 
 def _read_run(path: Path, name: str) -> ReportedRun:
+    folder = path.parent if path.name == EVENTS else None
     try:
-        read = read_intact(path)
+        read, texts = read_intact(path), text_lines(folder / "metrics.jsonl") if folder else []
     except OSError as error:
-        raise ConfigurationError("runs", str(path), f"{error.strerror}", _FIX) from None
+        raise ConfigurationError("runs", str(error.filename or path), f"{error.strerror}", _FIX) from None
     log = read.events
     if not any(isinstance(event, RunBegan) for event in log):
         raise ConfigurationError("runs", str(path), "the start of a run is not in it, or cannot be read", _FIX)
-    folder = path.parent if path.name == EVENTS else None
     outline, stays = Outline.of(log), slices(log)
     run_metrics = Metrics().fold(log).run_metrics()
     until = _slices_until(stays, [log[0].at + point.seconds for point in outline.points], log[-1].at)
-    texts = text_lines(folder / "metrics.jsonl") if folder else []
     lines = metrics_lines(texts)
     scores = {line["update"]: line["held_out"] for line in lines if not is_update(line)}
     configuration = read_object(folder / "config.json") if folder else None

@@ -1,10 +1,9 @@
 """`sortedrl compare`: train several arms with the same seeds, and compare them pair by pair.
 
 study.py         the TOML file of a study, read and checked
-runs.py          one `sortedrl train` process per run, several at once, resumable
-outcomes.py      what a finished run leaves; results.py: one line of results.jsonl
+results.py       what a finished run leaves, and its line of results.jsonl
 paired.py        paired differences with intervals, samples-to-threshold with censoring
 comparison.py    a study and its results, as the numbers of the page and of compare.json
-study_folder.py  a study in its folder: what is missing is run, then all is written
+study_folder.py  a study in its folder: one `sortedrl train` process per missing run, then all is written
 page.py          what a user sees
 """

@@ -6,25 +6,15 @@ from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
 
-from sortedrl.studies.compare import outcomes as o
+from sortedrl import __version__
 from sortedrl.studies.compare import paired
-from sortedrl.studies.compare.results import Key, Line, Plan, Results, problems_used
+from sortedrl.studies.compare.results import NEEDS_ONE_DEVICE, NEEDS_THRESHOLD, FinishedRun, Key, Plan, Results
 from sortedrl.studies.compare.study import Contrast, Study
 
 EQUAL_ROLLOUTS = 1.1  # arms whose numbers of trained rollouts differ by a larger factor get a notice
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRun:
-    """One finished run: its outcomes by name, for the threshold of the study."""
-
-    arm: str
-    seed: int
-    curve: tuple[o.Point, ...]
-    outcomes: dict[str, float | None]
-    reached: dict[str, o.Reached]  # of the outcomes of the threshold
-    device: str
-    problems: tuple[str, str] | None  # settings and digest
+Runs = Mapping[Key, FinishedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +69,38 @@ class Comparison:
 def compare(study: Study, results: Results) -> Comparison:
     lines, finished = results.runs, results.finished
     wanted = [(arm, seed) for seed in study.seeds for arm in study.arms]
-    runs = {key: _finished(finished[key], study) for key in wanted if key in finished}
-    named = sorted(study.contrasts, key=lambda contrast: not contrast.primary)
-    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in named}
+    runs = {
+        (arm, seed): FinishedRun.of(finished[arm, seed], study.metrics, study.threshold, study.cohort_rollouts(arm))
+        for arm, seed in wanted
+        if (arm, seed) in finished
+    }
+    asked = {(contrast.arm, contrast.minus, contrast.outcome) for contrast in study.contrasts}
     others = [
         Contrast(name=f"{arm} minus {minus}", arm=arm, minus=minus, outcome=outcome, primary=False)
-        for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in named)
+        for arm, minus in study.pairs_of_arms
         for outcome in study.outcomes
         if (arm, minus, outcome) not in asked
     ]
-    failed = [lines[key] for key in wanted if key in lines and key not in finished]
+    failed = [key for key in wanted if key in lines and key not in finished]
     return Comparison(
         study=study,
         planned_after=results.plans[0].results_known if results.plans else None,
         changes=tuple(_changes(study, results)),
         finished=tuple(runs.values()),
-        failures=tuple({"arm": line["arm"], "seed": line["seed"], "error": line["error"]} for line in failed),
+        failures=tuple({"arm": arm, "seed": seed, "error": lines[arm, seed]["error"]} for arm, seed in failed),
         not_run=tuple(key for key in wanted if key not in lines),
-        contrasts=tuple(_compared(contrast, study, runs) for contrast in named),
-        exploratory=tuple(_compared(contrast, study, runs) for contrast in others),
+        contrasts=tuple(_compared(one, study, runs) for one in study.contrasts),
+        exploratory=tuple(_compared(one, study, runs) for one in others),
         summaries={arm: _summaries(study, [run for run in runs.values() if run.arm == arm]) for arm in study.arms},
         notices=tuple(_notices(study, runs)),
     )
 
 
-def as_json(comparison: Comparison, version: str) -> dict[str, Any]:
+def as_json(comparison: Comparison) -> dict[str, Any]:
     """compare.json: everything but the learning curves, which are in results.jsonl."""
     study = comparison.study
     return {
-        "version": version,
+        "version": __version__,
         "study": study.name,
         "question": study.question,
         "seeds": list(study.seeds),
@@ -139,24 +132,15 @@ def _changes(study: Study, results: Results) -> Iterator[dict[str, Any]]:
                 yield {"after_results": now.results_known, "key": key, "before": before.values[key], "now": value}
 
 
-def _finished(line: Line, study: Study) -> FinishedRun:
-    arm, curve, threshold = line["arm"], o.curve_of(line), study.threshold
-    axes = {} if threshold is None else o.NEEDS_THRESHOLD
-    times = {name: o.reached(curve, threshold or 0.0, axis) for name, axis in axes.items()}
-    outcomes = o.outcomes_of(line, curve, study.metrics, study.cohort_rollouts(arm))
-    outcomes |= {name: time.at for name, time in times.items()}
-    return FinishedRun(arm, line["seed"], tuple(curve), outcomes, times, line["device"], problems_used(line))
-
-
-def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, FinishedRun]) -> Compared:
+def _compared(contrast: Contrast, study: Study, runs: Runs) -> Compared:
     outcome, pairs = contrast.outcome, _pairs(contrast.arm, contrast.minus, study, runs)
     complete = [seed for seed, pair in pairs.items() if all(run.outcomes[outcome] is not None for run in pair)]
-    rules = [_have_other_problems, *([_have_two_devices] if outcome in o.NEEDS_ONE_DEVICE else [])]
+    rules = [_have_other_problems, *[_have_two_devices] * (outcome in NEEDS_ONE_DEVICE)]
     others = tuple(seed for seed in complete if any(differ(*pairs[seed]) for differ in rules))
     seeds = tuple(seed for seed in complete if seed not in others)
     found, censoring = None, None
     sides = [[pairs[seed][side] for seed in seeds] for side in (0, 1)]
-    if seeds and outcome in o.NEEDS_THRESHOLD:
+    if seeds and outcome in NEEDS_THRESHOLD:
         found, censoring = paired.threshold_difference(*([run.reached[outcome] for run in side] for side in sides))
     elif seeds:
         found = paired.difference(*(_values(side, outcome) for side in sides))
@@ -171,9 +155,7 @@ def _compared(contrast: Contrast, study: Study, runs: Mapping[Key, FinishedRun])
     )
 
 
-def _pairs(
-    arm: str, minus: str, study: Study, runs: Mapping[Key, FinishedRun]
-) -> dict[int, tuple[FinishedRun, FinishedRun]]:
+def _pairs(arm: str, minus: str, study: Study, runs: Runs) -> dict[int, tuple[FinishedRun, FinishedRun]]:
     """By seed, where both runs are finished."""
     seeds = [seed for seed in study.seeds if {(arm, seed), (minus, seed)} <= runs.keys()]
     return {seed: (runs[arm, seed], runs[minus, seed]) for seed in seeds}
@@ -186,9 +168,8 @@ def _have_two_devices(one: FinishedRun, other: FinishedRun) -> bool:
 
 def _have_other_problems(one: FinishedRun, other: FinishedRun) -> bool:
     """Different problems, although the settings ask for the same ones."""
-    if one.problems is None or other.problems is None:
-        return False
-    return one.problems[0] == other.problems[0] and one.problems[1] != other.problems[1]
+    (asked, digest), (also_asked, other_digest) = one.problems, other.problems
+    return asked == also_asked and None not in (digest, other_digest) and digest != other_digest
 
 
 def _values(runs: Iterable[FinishedRun], outcome: str) -> list[float]:
@@ -206,20 +187,19 @@ def _summaries(study: Study, runs: Sequence[FinishedRun]) -> dict[str, Summary]:
     return found
 
 
-def _notices(study: Study, runs: Mapping[Key, FinishedRun]) -> Iterator[str]:
-    finished = list(runs.values())
+def _notices(study: Study, runs: Runs) -> Iterator[str]:
+    finished, threshold = list(runs.values()), study.threshold
     for name in study.metrics:
         if finished and all(run.outcomes[name] is None for run in finished):
             yield f"no run has the metric {name} in its metrics.jsonl"
-    threshold = study.threshold
     if threshold is not None and (early := sum(run.curve[0].score >= threshold for run in finished)):
         at_start = f"{early} of {len(finished)} runs are at the threshold of {threshold:g} before their first update"
         yield f"{at_start}: set it higher"
-    for arm, minus in dict.fromkeys((contrast.arm, contrast.minus) for contrast in study.contrasts):
+    for arm, minus in study.pairs_of_arms:
         yield from _notices_of_pairs(arm, minus, study, runs)
 
 
-def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Mapping[Key, FinishedRun]) -> Iterator[str]:
+def _notices_of_pairs(arm: str, minus: str, study: Study, runs: Runs) -> Iterator[str]:
     trained = [[run.curve[-1].rollouts for run in runs.values() if run.arm == name] for name in (arm, minus)]
     ours, theirs = (fmean(one) if one else 0.0 for one in trained)
     if all(trained) and max(ours, theirs) > EQUAL_ROLLOUTS * min(ours, theirs):

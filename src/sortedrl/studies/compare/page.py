@@ -1,22 +1,21 @@
 """A comparison in words and tables of a terminal, and as a page: the answer, the contrasts, the learning curves with
 bands, all outcomes, and failed runs."""
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rich.console import RenderableType
 
+from sortedrl import __version__
 from sortedrl.core.wording import counted, printable
 from sortedrl.observe.report.build import render
 from sortedrl.observe.report.charts import Chart, Dot, layout, mean_curve, rounded
 from sortedrl.observe.report.runs import colors_of
 from sortedrl.studies.compare.comparison import Compared, Comparison, Summary
-from sortedrl.studies.compare.outcomes import OUTCOMES
-from sortedrl.studies.compare.paired import CONFIDENCE, Interval, t_quantile
+from sortedrl.studies.compare.paired import Interval, half_width
+from sortedrl.studies.compare.results import OUTCOMES
 from sortedrl.studies.tables import table
 
 UNKNOWN = "-"
@@ -45,19 +44,19 @@ def interval(outcome: str, found: Interval | None) -> str:
 def answer(compared: Compared) -> str:
     """The result of one contrast, in one sentence."""
     outcome, found = compared.outcome, compared.difference
-    head = f"{compared.name}, {outcome}: "
+    text = f"{compared.name}, {outcome}: "
     if found is None:
         return (
-            f"{head}no seed has both runs {'on one device and the same problems' if compared.other_seeds else 'yet'}."
+            f"{text}no seed has both runs {'on one device and the same problems' if compared.other_seeds else 'yet'}."
         )
-    mean = f"{head}{number(outcome, found.mean, '+')}"
+    text += number(outcome, found.mean, "+")
+    if found.pairs == 1:
+        return f"{text} with one seed, which shows nothing."
     if found.t_interval is None:
-        if found.pairs > 1:
-            return f"{mean} with each of {found.pairs} seeds: without spread there is no interval."
-        return f"{mean} with one seed, which shows nothing."
-    error = f"{number(outcome, found.standard_error)} (standard error, {found.pairs} seeds)"
-    text = f"{mean} +- {error}, 95 % interval {interval(outcome, found.t_interval)}"
-    if not found.t_interval.excludes_zero:
+        return f"{text} with each of {found.pairs} seeds: without spread there is no interval."
+    text += f" +- {number(outcome, found.standard_error)} (standard error, {found.pairs} seeds)"
+    text += f", 95 % interval {interval(outcome, found.t_interval)}"
+    if found.t_interval.low <= 0 <= found.t_interval.high:
         return f"{text}: no difference shown."
     return f"{text}: {compared.arm} is {'higher' if found.mean > 0 else 'lower'}."
 
@@ -65,8 +64,7 @@ def answer(compared: Compared) -> str:
 def caveats(comparison: Comparison) -> Iterator[str]:
     """Limits of the answer that a reader must know."""
     yield study_as_planned(comparison)
-    primary = comparison.primary
-    found = primary.difference
+    primary, found = comparison.primary, comparison.primary.difference
     if found is not None and found.smallest_visible is not None:
         if primary.anecdote:
             yield f"An anecdote: {found.pairs} seeds prove nothing. Use 8 or more."
@@ -91,8 +89,8 @@ def study_as_planned(comparison: Comparison) -> str:
     elif known:
         said.append(f"first recorded after {counted(known, 'result')} were known")
     for one in comparison.changes:
-        values = f"{one['key']} {one['before']} -> {one['now']}"
-        said.append(f"changed after {counted(one['after_results'], 'result')} were known: {values}")
+        after = f"changed after {counted(one['after_results'], 'result')} were known"
+        said.append(f"{after}: {one['key']} {one['before']} -> {one['now']}")
     said += ["what was not planned is exploratory"] * bool(comparison.changes)
     return f"Study {comparison.study.digest}: {'; '.join(said) or 'as planned before the first result'}."
 
@@ -109,10 +107,8 @@ def censoring(compared: Compared) -> str:
     text = f"Medians {medians}. {first} (sign test p = {found.sign_test_p:.2g})."
     if found.horizon is None:
         return f"All runs reached the threshold. {text}"
-    never = f"{counted(found.arm_censored, 'run')} of {arm} and {found.minus_censored} of {minus}"
-    return (
-        f"{never} never reached the threshold: all runs count up to {number(compared.outcome, found.horizon)}. {text}"
-    )
+    never = f"{counted(found.arm_censored, 'run')} of {arm} and {found.minus_censored} of {minus} never reached"
+    return f"{never} the threshold: all runs count up to {number(compared.outcome, found.horizon)}. {text}"
 
 
 # Tables
@@ -121,17 +117,17 @@ def censoring(compared: Compared) -> str:
 def parts(comparison: Comparison) -> list[RenderableType]:
     """What the terminal shows at the end."""
     headings = "contrast", "outcome", "difference", "95 % interval", "relative", "seeds"
-    rows = []
-    for compared in comparison.contrasts:
-        name, outcome, difference, t_interval, _, relative, _, seeds = contrast_row(compared)
-        rows.append((printable(name), outcome, difference, t_interval, relative, seeds))
+    rows = ([printable(row[0]), *row[1:4], row[5], row[7]] for row in map(contrast_row, comparison.contrasts))
     contrasts = table("Contrasts, paired by seed; the first one is primary", headings, rows)
     shown = [name for name in IN_THE_TERMINAL if name in comparison.study.outcomes]
-    summaries = (
-        (arm, str(len(comparison.of_arm(arm))), *(summary_text(name, found.get(name)) for name in shown))
-        for arm, found in comparison.summaries.items()
+    arms = table(
+        "Arms, mean over seeds",
+        ("arm", "runs", *shown),
+        (
+            (arm, str(len(comparison.of_arm(arm))), *(summary_text(name, found.get(name)) for name in shown))
+            for arm, found in comparison.summaries.items()
+        ),
     )
-    arms = table("Arms, mean over seeds", ("arm", "runs", *shown), summaries)
     failed = [f"FAILED: {one['arm']} seed {one['seed']}: {one['error']}" for one in comparison.failures]
     return [contrasts, "", arms, "", *map(printable, (*failed, answer(comparison.primary), *caveats(comparison)))]
 
@@ -162,7 +158,7 @@ def summary_text(outcome: str, summary: Summary | None) -> str:
 # The page
 
 
-def page(comparison: Comparison, version: str) -> str:
+def page(comparison: Comparison) -> str:
     study = comparison.study
     modes = [str(study.settings_of(arm).get("mode")) for arm in study.arms]
     colors = dict(zip(study.arms, colors_of(modes), strict=True))
@@ -177,7 +173,7 @@ def page(comparison: Comparison, version: str) -> str:
         "meanings": {name: outcome.meaning for name, outcome in OUTCOMES.items()},
         **{one.__name__: one for one in (answer, caveats, censoring, contrast_row, number, summary_text)},
     }
-    return render("compare.html.j2", content, charts, version, folder=FOLDER)
+    return render("compare.html.j2", content, charts, __version__, folder=FOLDER)
 
 
 def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
@@ -185,6 +181,7 @@ def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
     at = comparison.study.threshold
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at}
     line |= {"line": {"color": "#888888", "width": 1, "dash": "dot"}}
+    t_interval = {"low": lambda y: fmean(y) - half_width(y), "high": lambda y: fmean(y) + half_width(y)}
     views = {}
     for name, (axis, title) in AXES.items():
         axes = layout(title, "held-out score", hovermode="x", showlegend=True, shapes=[] if at is None else [line])
@@ -192,18 +189,9 @@ def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
         data = []
         for arm, color in colors.items():
             curves = [[Dot(p.update, getattr(p, axis), p.score) for p in run.curve] for run in comparison.of_arm(arm)]
-            data += mean_curve(arm, color, curves, T_INTERVAL)
+            data += mean_curve(arm, color, curves, t_interval)
         views[name] = {"data": data, "layout": axes}
     return Chart("learning", "Held-out score", views, height=380)
-
-
-def _edge(side: int, values: Sequence[float]) -> float:
-    """Of the t interval of the mean."""
-    t = t_quantile((1 + CONFIDENCE) / 2, len(values) - 1)
-    return fmean(values) + side * t * stdev(values) / math.sqrt(len(values))
-
-
-T_INTERVAL = {"low": partial(_edge, -1), "high": partial(_edge, 1)}
 
 
 def difference_charts(comparison: Comparison) -> list[Chart]:
@@ -211,12 +199,8 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
     difference in all pairs has none."""
     charts = []
     for outcome in dict.fromkeys(compared.outcome for compared in comparison.contrasts):
-        found = [
-            (compared.name, compared.difference)
-            for compared in comparison.contrasts
-            if compared.outcome == outcome and compared.difference and compared.difference.pairs > 1
-        ]
-        if not found:
+        all_of = [(one.name, one.difference) for one in comparison.contrasts if one.outcome == outcome]
+        if not (found := [(name, one) for name, one in all_of if one and one.pairs > 1]):
             continue
         halves = [rounded(one.t_interval.high - one.mean) if one.t_interval else None for _, one in found]
         marks: dict[str, Any] = {"type": "scatter", "mode": "markers", "orientation": "h", "name": outcome}

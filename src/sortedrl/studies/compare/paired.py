@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 
-from sortedrl.studies.compare.outcomes import Reached
+from sortedrl.studies.compare.results import Reached
 
 CONFIDENCE = 0.95
 POWER = 0.80
@@ -31,10 +31,6 @@ ENOUGH_SEEDS = 8  # fewer are an anecdote
 class Interval:
     low: float
     high: float
-
-    @property
-    def excludes_zero(self) -> bool:
-        return self.low > 0 or self.high < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,7 @@ def difference(arm: Sequence[float], minus: Sequence[float]) -> Difference:
     found = Difference(count, fmean(arm), minus_mean, mean, relative=mean / minus_mean if minus_mean > 0 else None)
     if count < 2 or max(differences) - min(differences) <= 1e-12 * max(map(abs, (*arm, *minus))):
         return found
-    error = stdev(differences) / math.sqrt(count)
-    half = t_quantile((1 + CONFIDENCE) / 2, count - 1) * error
+    error, half = stdev(differences) / math.sqrt(count), half_width(differences)
     return replace(
         found,
         standard_error=error,
@@ -83,6 +78,11 @@ def difference(arm: Sequence[float], minus: Sequence[float]) -> Difference:
         bootstrap_interval=_bootstrap(differences),
         smallest_visible=half + t_quantile(POWER, count - 1) * error,
     )
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of the t interval of their mean."""
+    return t_quantile((1 + CONFIDENCE) / 2, len(values) - 1) * (stdev(values) / math.sqrt(len(values)))
 
 
 def threshold_difference(arm: Sequence[Reached], minus: Sequence[Reached]) -> tuple[Difference, Censoring]:
@@ -118,9 +118,8 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The value below which a variable with Student's t distribution lies with this probability; by bisection."""
-    if probability < 0.5:
-        return -t_quantile(1 - probability, degrees)
+    """The value below which a variable with Student's t distribution lies with this probability, of 0.5 or more; by
+    bisection."""
     within, low, high = 2 * probability - 1, 0.0, 1.0
     while t_within(high, degrees) < within:
         high *= 2

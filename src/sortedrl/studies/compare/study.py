@@ -1,8 +1,6 @@
 """A study as its TOML file describes it. Any mistake in the file is refused before the first run starts."""
 
 import difflib
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,11 +15,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.settings.base import first_error, plain_reason
 from sortedrl.settings.schedule import prompts_per_cohort
-from sortedrl.studies.compare.outcomes import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES
+from sortedrl.studies.compare.results import NEEDS_EVALUATIONS, NEEDS_THRESHOLD, OUTCOMES, Key, digest_of
 from sortedrl.training.settings import TrainSettings
 
 Settings = dict[str, Any]
-Validate = Callable[[Settings], None]
+Validate = Callable[[Settings], object]
 SET_BY_THE_STUDY = ("seed", "out", "resume", "config", "dry_run", "json_output")
 ARM_NAME = re.compile(r"(?!\.{1,2}$)[\w+\-.=,]{1,200}", re.ASCII)  # file systems take 255 bytes
 FIXES = {
@@ -54,14 +52,16 @@ def _seeds(value: Any) -> Any:
 
 
 def _contrasts(values: Any) -> Any:
-    """A contrast is named by its arms. A single one is always primary."""
+    """A contrast is named by its arms. A single one is always primary; of several, the primary one comes first."""
     if not isinstance(values, list) or not values or any(not isinstance(value, dict) for value in values):
         raise ConfigurationError("contrasts", values, "the study names nothing to compare", FIXES["contrasts"])
     found = []
     for value in values:
         _refuse_unknown(value, Contrast.model_fields, "contrast")
         found.append({"name": f"{value.get('arm')} minus {value.get('minus')}", "primary": False} | value)
-    return ({**found[0], "primary": True},) if len(found) == 1 else tuple(found)
+    if len(found) == 1:
+        found[0]["primary"] = True
+    return tuple(sorted(found, key=lambda one: one["primary"] is not True))
 
 
 class Study(_Table):
@@ -86,7 +86,11 @@ class Study(_Table):
 
     @property
     def primary(self) -> Contrast:
-        return next(contrast for contrast in self.contrasts if contrast.primary)
+        return self.contrasts[0]
+
+    @property
+    def pairs_of_arms(self) -> list[tuple[str, str]]:
+        return list(dict.fromkeys((contrast.arm, contrast.minus) for contrast in self.contrasts))
 
     @property
     def outcomes(self) -> tuple[str, ...]:
@@ -113,10 +117,6 @@ class Study(_Table):
         """Rollouts that are loaded together."""
         settings = TrainSettings.model_construct(**self.settings_of(arm))
         return prompts_per_cohort(settings) * settings.rollouts_per_prompt
-
-
-def digest_of(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def read_study(path: Path) -> Study:
@@ -147,16 +147,13 @@ def parsed_study(text: str, name: str) -> Study:
     return study
 
 
-def validate_runs(
-    study: Study, validate: Validate, arms: Iterable[str] | None = None, seeds: Iterable[int] | None = None
-) -> None:
+def validate_runs(study: Study, validate: Validate, runs: Iterable[Key] | None = None) -> None:
     """Check the settings of runs as `sortedrl train` would, without running them; default: of all runs."""
-    for arm in study.arms if arms is None else arms:
-        for seed in study.seeds if seeds is None else seeds:
-            try:
-                validate({**study.settings_of(arm), "seed": seed})
-            except ConfigurationError as error:
-                raise ConfigurationError(error.key, error.value, f"{error.why} (arm {arm})", error.fix) from None
+    for arm, seed in product(study.arms, study.seeds) if runs is None else runs:
+        try:
+            validate({**study.settings_of(arm), "seed": seed})
+        except ConfigurationError as error:
+            raise ConfigurationError(error.key, error.value, f"{error.why} (arm {arm})", error.fix) from None
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: Iterable[str], what: str) -> None:
