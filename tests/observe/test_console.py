@@ -217,6 +217,23 @@ def test_pipes_get_lines_and_terminals_the_panel(monkeypatch: pytest.MonkeyPatch
     assert isinstance(run_console(Tty()), PlainConsole)
 
 
+@pytest.mark.parametrize(("encoding", "has_panel"), [("utf-8", True), ("latin-1", False), ("ascii", False)])
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_a_terminal_without_the_characters_of_the_panel_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, has_panel: bool, errors: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors)
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    console = run_console(stream)
+    with console:
+        console.begin(Metrics(), "a-run", 12)
+        console.log("a line")
+    assert isinstance(console, PanelConsole) == has_panel
+    assert "a line" in raw.getvalue().decode(encoding) and b"?" not in raw.getvalue().replace(b"[?", b"")
+
+
 def test_the_panel_is_redrawn_at_most_once_a_second() -> None:
     file = io.StringIO()
     console = PanelConsole(Terminal(file=file, force_terminal=True, width=80))

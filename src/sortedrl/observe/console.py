@@ -35,7 +35,7 @@ _FORMATS = {
     "goodput": "{:,.0f} tok/s", "waste": "{:.0%}", "filtered": "{:.0%}", "staleness": "{:.2f}", "mismatch": "{:.1e}",
 }  # fmt: skip
 _PHASE_STYLES = {"harvest": "green", "learner": "magenta", "evaluation": "cyan", "end": "default"}  # others: yellow
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_BLOCKS, _BAR = "▁▂▃▄▅▆▇█", "█░"
 _PLACES = ("waiting", "resumable", "ready")
 _RARE_PLACES = {"queued": "queued in the engine", "environment": "in environments"}  # shown while they are in use
 
@@ -135,7 +135,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _bar(share: float) -> str:
     full = round(min(1.0, share) * BAR_COLUMNS)
-    return "█" * full + "░" * (BAR_COLUMNS - full)
+    return _BAR[0] * full + _BAR[1] * (BAR_COLUMNS - full)
 
 
 # The consoles
@@ -252,12 +252,12 @@ class _Lasting(Live):
 
 
 def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> RunConsole:
-    """A panel if the stream is a capable terminal, otherwise plain lines.
+    """A panel if the stream is a capable terminal whose encoding has its characters, otherwise plain lines.
 
     `ends_with_reader`: raise `BrokenPipeError` when the reader is gone. A training run continues instead.
     """
     terminal = Terminal(file=stream)
-    if stream.isatty() and not terminal.is_dumb_terminal:
+    if stream.isatty() and not terminal.is_dumb_terminal and _can_write(stream, _BLOCKS + _BAR):
         return PanelConsole(terminal)
 
     def log(line: str) -> None:
@@ -268,3 +268,10 @@ def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> RunConsole:
                 raise
 
     return PlainConsole(log)
+
+
+def _can_write(stream: TextIO, characters: str) -> bool:
+    try:
+        return bool(characters.encode(stream.encoding or "utf-8"))
+    except UnicodeEncodeError:
+        return False
