@@ -147,8 +147,9 @@ def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypat
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(process_lock.fcntl, "flock", unsupported)
-    lock = process_lock.FolderLock(tmp_path)
-    assert lock.warning is not None and "cannot be locked" in lock.warning and "second process" in lock.warning
+    warnings: list[str] = []
+    lock = process_lock.FolderLock(tmp_path, warnings.append)
+    assert len(warnings) == 1 and "cannot be locked" in warnings[0] and "second process" in warnings[0]
     assert lock.is_in_place()
     lock.release()
 
@@ -156,7 +157,7 @@ def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypat
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     from sortedrl.log.process_lock import FolderInUse, FolderLock
 
-    lock = FolderLock(tmp_path)
+    lock = FolderLock(tmp_path, print)
     reader, writer = os.pipe()
     started, starts = os.pipe()
     child = os.fork()
@@ -167,9 +168,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     try:
         os.read(started, 1)
         with pytest.raises(FolderInUse):
-            FolderLock(tmp_path)
+            FolderLock(tmp_path, print)
         lock.release()
-        FolderLock(tmp_path).release()
+        FolderLock(tmp_path, print).release()
     finally:
         os.write(writer, b"x")
         os.waitpid(child, 0)

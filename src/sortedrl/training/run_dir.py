@@ -96,11 +96,9 @@ class RunFolder:
 
     def _take_lock(self, log: Log) -> None:
         try:
-            self._lock = FolderLock(self.path)
+            self._lock = FolderLock(self.path, log)
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written to: {error.strerror}") from error
-        if self._lock.warning:
-            log(self._lock.warning)
 
     def require_in_place(self) -> None:
         """Writes to a removed folder are lost, so the run stops."""
