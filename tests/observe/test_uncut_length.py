@@ -126,10 +126,3 @@ def test_cuts_at_random_lengths_leave_a_known_mean() -> None:
         found.ended(rollout, rollout, min(length, cut), finished=length <= cut)
         found.trained(rollout, rollout, length)
     assert found.mean_if_uncut() == pytest.approx(fmean(lengths), rel=0.02)
-
-
-def test_metrics_that_do_not_estimate_the_uncut_length_need_it() -> None:
-    metrics = Metrics(estimates_uncut_length=False)
-    assert metrics.run_metrics(uncut_mean_length=12.0).uncut_mean_length == 12.0
-    with pytest.raises(ValueError, match="pass it to run_metrics"):
-        metrics.run_metrics()

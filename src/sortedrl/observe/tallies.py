@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from operator import mul
+from statistics import StatisticsError, correlation
 from typing import NamedTuple
 
 from sortedrl.core import events
@@ -25,10 +25,6 @@ class TurnTally:
         self.since: dict[int, float] = {}  # by rollout in its environment
         self._tokens: dict[int, int] = {}  # of the environment, by rollout
         self._unseen: dict[int, int] = {}  # of them, those that the engine has not prefilled yet
-
-    @property
-    def in_environment(self) -> int:
-        return len(self.since)
 
     def seconds_at(self, now: float) -> float:
         return self.seconds + sum(now - since for since in self.since.values())
@@ -81,20 +77,17 @@ class TurnTally:
 
 def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float | None:
     """Spearman's rank correlation, ties at their mean rank; None if one side is constant."""
-    a, b = _ranks(list(first)), _ranks(list(second))
-    if len(a) < 2:
+    try:
+        return correlation(_ranks(list(first)), _ranks(list(second)))
+    except StatisticsError:
         return None
-    covariance = sum(map(mul, a, b))
-    spread = math.sqrt(sum(map(mul, a, a)) * sum(map(mul, b, b)))
-    return covariance / spread if spread else None
 
 
 def _ranks(values: list[float]) -> list[float]:
-    """The rank of each value, minus the mean rank."""
     rank_of: dict[float, float] = {}
     below = 0
     for value, count in sorted(Counter(values).items()):
-        rank_of[value] = below + (count - 1) / 2 - (len(values) - 1) / 2
+        rank_of[value] = below + (count - 1) / 2
         below += count
     return [rank_of[value] for value in values]
 
