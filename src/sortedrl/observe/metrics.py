@@ -19,7 +19,7 @@ from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.log.reading import SeveralRuns, handlers_of, without_rolled_back
 from sortedrl.observe.run_metrics import RunMetrics, Snapshot
-from sortedrl.observe.tallies import TurnTally, UpdateLengths, rank_correlation, sortedness, units_of
+from sortedrl.observe.tallies import TurnTally, log_lengths, rank_correlation, sortedness
 from sortedrl.observe.uncut_length import Attempts
 from sortedrl.observe.wall_clock import Moment, WallClock
 
@@ -60,7 +60,7 @@ class Metrics:
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
         self._loaded = self._next_update = 0  # rollouts and updates before these were seen, or are lost
-        self._updates: list[UpdateLengths] = []
+        self._updates: list[list[list[float]]] = []  # log lengths, by unit
         self._reward_sum = self._streamed_seconds = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
         self._trained_streamed = self._steps_of_requests = 0
@@ -123,7 +123,7 @@ class Metrics:
         self._began = self._time = event.at
         self._wall_clock.begin(self._now())
         self.phase = "start"
-        self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
+        self._rollouts_per_prompt = self._attempts.group_size = event.settings.get("rollouts_per_prompt", 1)
         self._trains_whole_groups = event.settings.get("whole_groups", False)
         self._keeps_seeds = event.settings.get("keep_seed", False)
         self._overlaps = event.settings.get("overlap", False)
@@ -195,7 +195,7 @@ class Metrics:
             return
         self._count["truncated"] += event.truncated
         sampled = event.length - self._turns.tokens_of(rollout)
-        self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
+        self._attempts.ended(rollout, sampled, finished=True)
         self._wall_clock.finish(rollout, self._now())
 
     def _on_aborted(self, event: events.Aborted) -> None:
@@ -244,14 +244,14 @@ class Metrics:
         for rollout in event.rollouts:
             self._first_expected.pop(rollout, None)
             self._turns.drop(rollout, event.at)
-            self._attempts.trained(rollout, self._group_of(rollout), event.tokens // len(event.rollouts))
+            self._attempts.trained(rollout, event.tokens // len(event.rollouts))
 
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped_tokens"] += dropped
             self._have_tokens.discard(rollout)
             self._turns.drop(rollout, self._time)
-            self._attempts.dropped(rollout, self._group_of(rollout), dropped)
+            self._attempts.dropped(rollout, dropped)
 
     def _leave_engine(self, rollout: int, made: int) -> bool:
         """Whether it was there."""
@@ -292,7 +292,7 @@ class Metrics:
         self._streamed.clear()
         self._wall_clock.update(self._now())
         group = self._rollouts_per_prompt if self._trains_whole_groups else 1
-        self._updates.append(UpdateLengths.of(units_of(event, group)))
+        self._updates.append(log_lengths(event, group))
         lengths = self._turns.train(event)
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(lengths)
@@ -312,15 +312,11 @@ class Metrics:
             if expected is not None:
                 self._expected_lengths.append(expected)
                 self._real_lengths.append(length)
-            self._attempts.trained(rollout, self._group_of(rollout), length)
+            self._attempts.trained(rollout, length)
 
     def _on_published(self, event: events.Published) -> None:
         self._wall_clock.publish(self._now())
         self.published = self._next_update
-
-    def _group_of(self, rollout: int) -> int:
-        """Rollouts of one prompt have consecutive numbers."""
-        return rollout // self._rollouts_per_prompt
 
     # The metrics
 
