@@ -49,11 +49,6 @@ def started(words: list[str]) -> Command:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def killed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed in its seventh or eighth update; its last checkpoint is that of the fourth."""
     run = tmp_path_factory.mktemp("killed") / "run"
