@@ -37,7 +37,8 @@ def _uniform(bits: int) -> float:
 LENGTHS: dict[str, LengthOf] = {"lognormal": LognormalLengths(), "bimodal": BimodalLengths()}
 
 
-def known_and_estimated(mode: str, lengths: LengthOf, group: int, seed: int, *, whole: bool) -> tuple[float, float]:
+def check(mode: str, lengths: str, group: int, seed: int, *, whole: bool) -> float:
+    """The error of the estimate."""
     log: list[Event] = []
     schedule = Schedule(
         mode=mode,
@@ -47,14 +48,9 @@ def known_and_estimated(mode: str, lengths: LengthOf, group: int, seed: int, *, 
         prompts_per_cohort=512 // group,
         seed=seed,
     )
-    known = run(Workload(lengths=lengths, prompts=ROLLOUTS // group), schedule, log.append).length_bias
+    known = run(Workload(lengths=LENGTHS[lengths], prompts=ROLLOUTS // group), schedule, log.append).length_bias
     estimated = Metrics().fold(log).run_metrics().length_bias
     assert known is not None and estimated is not None
-    return known, estimated
-
-
-def check(mode: str, lengths: str, group: int, seed: int, *, whole: bool) -> float:
-    known, estimated = known_and_estimated(mode, LENGTHS[lengths], group, seed, whole=whole)
     assert known < -0.005, "something to estimate"
     assert estimated == pytest.approx(known, abs=POINTS)
     return estimated - known

@@ -110,24 +110,6 @@ def test_a_run_that_is_resumed_after_its_last_update_has_one_score_per_update(
     assert after[-1]["seconds"] > before[-1]["seconds"]
 
 
-def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(model, run, "--updates", "1")
-    done = sortedrl("train", "--resume", str(run), "--learning-rate", "0.5", check=False)
-    assert done.returncode == 2
-    assert "learning_rate" in done.stderr and "0.003 -> 0.5" in done.stderr
-    settings = tmp_path / "settings.toml"
-    settings.write_text("learning_rate = 0.5\n")
-    done = sortedrl("train", "--resume", str(run), "--config", str(settings), check=False)
-    assert "0.003 -> 0.5" in done.stderr and done.stderr.count("->") == 1
-    settings.write_text("updates = 2\n")
-    sortedrl("train", "--resume", str(run), "--config", str(settings))
-    assert len(updates_of(run)) == 2
-    done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, check=False)
-    assert done.returncode == 2
-    assert "never overwritten" in done.stderr and "--resume" in done.stderr
-
-
 def test_resume_refuses_rows_that_were_edited_under_their_ids(model: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", tmp_path / "rows.txt"
     rows = "".join([*(f"train q{i % 40} a\n" for i in range(64)), *(f"held-out q{i} a\n" for i in range(8))])
@@ -176,16 +158,6 @@ def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:
     saved = ["update-000000", "update-000002", "update-000004", "update-000005"]
     assert kept == {max(saved, key=lambda name: scores[name]), "update-000005"}
     assert len(evaluations) == 6, "the last one is not repeated"
-
-
-def test_a_run_of_an_older_version_can_be_resumed(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(model, run, "--updates", "2")
-    settings = json.loads((run / "config.json").read_text())
-    del settings["overlap"]
-    (run / "config.json").write_text(json.dumps(settings))
-    sortedrl("train", "--resume", str(run), "--updates", "3")
-    assert len(updates_of(run)) == 3
 
 
 @pytest.mark.parametrize(
