@@ -27,14 +27,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from sortedrl.cli.parse import parsed
-from sortedrl.core.engine import Sampling
+from sortedrl.core.rejections import RejectionWatch
 from sortedrl.tasks.evaluation import Estimate, Evaluation, mean_at_k, paired_difference
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, Claim, Connective, Is, Joined, Not, Puzzle, compact_text
 from sortedrl.tasks.scoring import DirectScorer, reward_function
 from sortedrl.training.engine import engine_of
-from sortedrl.training.evaluate import evaluate
+from sortedrl.training.evaluate import EVALUATION_WORTH, evaluate
 from sortedrl.training.resources import Resources, read_resources
-from sortedrl.training.settings import TrainSettings, limits_of
+from sortedrl.training.rewards import RewardSource
+from sortedrl.training.settings import TrainSettings
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 from warm_start import END, PAD, Example, padded, vocabulary_number
@@ -128,19 +129,11 @@ def train_supervised(resources: Resources, seconds: float, learning_rate: float,
 def score(resources: Resources, settings: TrainSettings) -> Evaluation:
     """Scores like `sortedrl train`."""
     return evaluate(
-        engine_of(
-            settings,
-            resources.model,
-            resources.tokenizer,
-            resources.eos_token_ids,
-            dtype="float32",
-        ),
+        engine_of(settings, resources, resources.model),
         resources.held_out[: settings.eval_problems],
-        DirectScorer(reward_function(resources.task, resources.tokenizer)),
-        samples=settings.eval_samples,
-        limits=limits_of(settings),
-        sampling=Sampling(temperature=settings.temperature),
-        seed=settings.eval_seed,
+        RewardSource(DirectScorer(reward_function(resources.task, resources.tokenizer))),
+        settings,
+        RejectionWatch(EVALUATION_WORTH),
     )
 
 

@@ -53,6 +53,14 @@ def pytest_collection_finish() -> None:
     import frozen  # noqa: F401 (all test modules are imported by now)
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy model, which no test changes."""
+    import toy
+
+    return toy.make_model(tmp_path_factory.mktemp("model") / "toy")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """The models are tiny: with more threads they would be slower, and slow down the tests that run beside them."""

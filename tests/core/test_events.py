@@ -12,7 +12,7 @@ from sortedrl.core import Event, EventLog, events
 from sortedrl.core.events import FORMAT, RunBegan
 from sortedrl.log import read_events
 from sortedrl.log.lines import JsonLines, decode
-from sortedrl.log.reading import SeveralRuns, UnknownFormat, counting_lines, read_intact, without_rolled_back
+from sortedrl.log.reading import SeveralRuns, UnknownFormat, last_run, lines_of, read_intact, without_rolled_back
 
 ONE_OF_EACH: list[Event] = [
     events.RunBegan(0.0, 4, "partial", {"mode": "partial", "max_staleness": None, "oversubscribe": 1.5}),
@@ -75,7 +75,7 @@ def test_a_log_of_another_format_is_refused_by_every_reader(found: int | None, a
     for read in (
         lambda: list(read_events(path)),
         lambda: read_intact(path),
-        lambda: counting_lines(path),
+        lambda: last_run(lines_of(path)),
     ):
         with pytest.raises(UnknownFormat, match=rf"format {found or 1}, .* {age} .*or start a new run"):
             read()
@@ -151,7 +151,7 @@ def test_of_two_runs_in_one_log_only_the_last_one_counts(tmp_path: Path) -> None
     read = read_intact(path)
     assert (read.events, read.damage, read.earlier_runs) == (run_of(3), [], 1)
     assert read.notice == "it has the events of 2 runs, of which only the last one counts"
-    assert counting_lines(path) == run_of(3)
+    assert last_run(lines_of(path))[0] == run_of(3)
     with pytest.raises(SeveralRuns, match="the events of 2 runs: give each run a log of its own"):
         without_rolled_back(read_events(path))
 
@@ -174,7 +174,7 @@ def test_the_first_event_behind_lines_of_damage_starts_no_second_run(tmp_path: P
 def test_a_roll_back_reaches_to_the_start_of_its_own_run(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(written([*run_of(5), *run_of(3), events.RolledBack(3.0, 2), events.Phase(3.0, "end")]))
-    assert counting_lines(path) == [*run_of(3)[:2], events.Phase(0.0, "end")]
+    assert last_run(lines_of(path))[0] == [*run_of(3)[:2], events.Phase(0.0, "end")]
 
 
 def test_an_update_is_in_the_log_before_its_batch_is_handed_out() -> None:

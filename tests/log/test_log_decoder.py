@@ -53,6 +53,19 @@ def test_an_intact_log_is_decoded_as_it_was_written() -> None:
         '{"event":"Loaded","at":1.5,"cohort":1,"first":1,"rollouts":1,"prompts":"1"}',
         '{"event":"Updated","at":0.5,"update":0,"harvest":0,"version":2,"rollouts":[0],"lengths":[8],"rewards":[1],'
         '"segments":[[5]],"waited":[1]}',
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":[2,3],"rewards":[1.0],'
+        '"segments":[[[0,2]]],"waited":[0]}',
+        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[],"lengths":[],"rewards":[],'
+        '"segments":[],"waited":[]}',
+        '{"event":"RunBegan","at":1.0,"slots":0,"mode":"partial","settings":{},"format":2,"gated":false}',
+        '{"event":"RunBegan","at":1.0,"slots":1,"mode":"partial","settings":{"rollouts_per_prompt":0},"format":2}',
+        '{"event":"SlotsChanged","at":1.0,"slots":1000000000000}',
+        '{"event":"Loaded","at":1.0,"cohort":1,"first":1,"rollouts":1000000000000,"prompts":["a"]}',
+        '{"event":"Loaded","at":1.0,"cohort":1,"first":-8,"rollouts":8,"prompts":["a"]}',
+        '{"event":"Phase","at":"late","phase":"harvest"}',
+        '{"event":"Phase","at":NaN,"phase":"harvest"}',
+        '{"event":"Nonsense","at":1.0}',
+        "[1,2]",
         "",
     ],
 )

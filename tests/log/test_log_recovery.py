@@ -18,25 +18,17 @@ from sortedrl.observe.trace import trace_events
 FIRST = RunBegan(0.0, 8, "partial", {})
 
 
-def log_with_checkpoints(mode: str = "partial") -> tuple[list[Event], list[CheckpointMark]]:
+@pytest.fixture(scope="module")
+def whole() -> tuple[list[Event], list[CheckpointMark]]:
     """A simulated run that saves behind every update, and what each checkpoint knows."""
     draw = random.Random(0)
     lengths = [draw.randint(3, 60) for _ in range(64)]
-    running = Run(scenario(mode, lengths, rollouts_per_update=4, prompts_per_cohort=16))
+    running = Run(scenario("partial", lengths, rollouts_per_update=4, prompts_per_cohort=16))
     marks: list[CheckpointMark] = []
     while len(running.updates(len(marks) + 1).batches) > len(marks):
-        marks.append(_saved(running))
+        running.controller.mark_phase("checkpoint")
+        marks.append(CheckpointMark.of(running.checkpoint()))
     return running.events, marks
-
-
-def _saved(running: Run) -> CheckpointMark:
-    running.controller.mark_phase("checkpoint")
-    return CheckpointMark.of(running.checkpoint())
-
-
-@pytest.fixture(scope="module")
-def whole() -> tuple[list[Event], list[CheckpointMark]]:
-    return log_with_checkpoints()
 
 
 def fold(log: list[Event]) -> Metrics:
@@ -46,19 +38,6 @@ def fold(log: list[Event]) -> Metrics:
     metrics.run_metrics()
     RunState(metrics, "run", None).view(0.0)
     return metrics
-
-
-def test_an_intact_log_is_cut_at_the_checkpoint(
-    whole: tuple[list[Event], list[CheckpointMark]], tmp_path: Path
-) -> None:
-    log, marks = whole
-    path = tmp_path / "events.jsonl"
-    path.write_text(written(log) + '{"event":"Torn')
-    for mark in marks:
-        found = recover(path, mark, FIRST)
-        assert found.lost == 0 and not found.padding
-        assert found.events == log[: mark.events]
-        assert found.void == len(log) - mark.events
 
 
 def damaged(content: bytes, draw: random.Random) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 from sortedrl.log import process_lock
 from sortedrl.log.file import EventFile
-from sortedrl.log.process_lock import HeldByAnother, ProcessLock, holder_of, lock_of_log, process_is_there
+from sortedrl.log.process_lock import FolderLock, HeldByAnother, ProcessLock, holder_of, lock_of_log, process_is_there
 
 
 def test_a_lock_shows_its_process_until_it_is_released(tmp_path: Path) -> None:
@@ -19,11 +19,11 @@ def test_a_lock_shows_its_process_until_it_is_released(tmp_path: Path) -> None:
     assert process_is_there(path) is None
     lock = ProcessLock(path)
     assert process_is_there(path) is True
-    assert f"process {os.getpid()} on" in str(holder_of(path))
+    assert f"process {os.getpid()} on" in holder_of(path)
     with pytest.raises(HeldByAnother, match=f"process {os.getpid()} on"):
         ProcessLock(path)
     lock.release()
-    assert process_is_there(path) is False and holder_of(path) is None
+    assert process_is_there(path) is False
     ProcessLock(path).release()
 
 
@@ -37,7 +37,11 @@ def test_a_lock_of_another_machine_says_nothing(tmp_path: Path) -> None:
         assert process_is_there(path) is None
 
 
-def test_a_file_system_without_locks_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_says_nothing_and_its_folders_are_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some network file systems have none. This one cannot be had here: the call is made to fail as theirs does."""
+
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -45,7 +49,12 @@ def test_a_file_system_without_locks_says_nothing(tmp_path: Path, monkeypatch: p
     ProcessLock(path).release()
     monkeypatch.setattr(process_lock.fcntl, "flock", unsupported)
     assert ProcessLock(path).why_not == os.strerror(errno.ENOLCK)
-    assert process_is_there(path) is None and holder_of(path) is None
+    assert process_is_there(path) is None
+    warnings: list[str] = []
+    lock = FolderLock(tmp_path, warnings.append)
+    assert len(warnings) == 1 and "cannot be locked" in warnings[0] and "second process" in warnings[0]
+    assert lock.is_in_place()
+    lock.release()
 
 
 def test_the_scheduler_needs_no_locks(tmp_path: Path) -> None:

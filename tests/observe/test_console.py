@@ -12,7 +12,6 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console as Terminal
 
-import toy
 from sortedrl import Schedule
 from sortedrl.core import events
 from sortedrl.core.controller import Controller
@@ -92,14 +91,6 @@ def test_the_console_counts_what_the_scheduler_holds(mode: str, workload: dict[s
     assert compared > 100
     assert sum(state.view(0.0).places.values()) == 0
     assert state.view(0.0).updates == metrics.run_metrics().updates
-
-
-def test_a_glance_is_the_figures() -> None:
-    metrics = simulated_state().metrics
-    snapshot, run_metrics = metrics.snapshot(), metrics.run_metrics()
-    for name in ("wall_seconds", "bubble", "idle", "goodput", "waste", "rejected", "staleness_mean", "staleness_max"):
-        assert getattr(snapshot, name) == getattr(run_metrics, name), name
-    assert snapshot.bubble_now == run_metrics.bubble_per_harvest[-1]
 
 
 def test_the_time_left_is_the_pace_so_far_times_what_is_left() -> None:
@@ -217,6 +208,23 @@ def test_pipes_get_lines_and_terminals_the_panel(monkeypatch: pytest.MonkeyPatch
     assert isinstance(run_console(Tty()), PlainConsole)
 
 
+@pytest.mark.parametrize(("encoding", "has_panel"), [("utf-8", True), ("latin-1", False), ("ascii", False)])
+@pytest.mark.parametrize("errors", ["strict", "replace"])
+def test_a_terminal_without_the_characters_of_the_panel_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, has_panel: bool, errors: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors)
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    console = run_console(stream)
+    with console:
+        console.begin(Metrics(), "a-run", 12)
+        console.log("a line")
+    assert isinstance(console, PanelConsole) == has_panel
+    assert "a line" in raw.getvalue().decode(encoding) and b"?" not in raw.getvalue().replace(b"[?", b"")
+
+
 def test_the_panel_is_redrawn_at_most_once_a_second() -> None:
     file = io.StringIO()
     console = PanelConsole(Terminal(file=file, force_terminal=True, width=80))
@@ -264,11 +272,6 @@ def test_a_terminal_that_goes_away_stops_no_run() -> None:
 
 
 # Real runs in a real terminal
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -77,34 +77,6 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, count: int) -> N
     assert "is still running" in report.page([read], "0")
 
 
-def test_values_of_a_wrong_type_are_damage(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    good = '{"event":"Phase","at":1.0,"phase":"harvest"}'
-    bad = [
-        '{"event":"Phase","at":"late","phase":"harvest"}',
-        '{"event":"Phase","at":NaN,"phase":"harvest"}',
-        '{"event":"Phase","at":1.0}',
-        '{"event":"Nonsense","at":1.0}',
-        "[1,2]",
-        "7",
-        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":[2,3],"rewards":[1.0],'
-        '"segments":[[[0,2]]],"waited":[0]}',
-        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[1],"lengths":["x"],"rewards":[1.0],'
-        '"segments":[[[0,2]]],"waited":[0]}',
-        '{"event":"Updated","at":1.0,"update":0,"harvest":0,"version":0,"rollouts":[],"lengths":[],"rewards":[],'
-        '"segments":[],"waited":[]}',
-        '{"event":"RunBegan","at":1.0,"slots":0,"mode":"partial","settings":{},"format":2,"gated":false}',
-        '{"event":"RunBegan","at":1.0,"slots":1,"mode":"partial","settings":{"rollouts_per_prompt":0},"format":2}',
-        '{"event":"SlotsChanged","at":1.0,"slots":1000000000000}',
-        '{"event":"Loaded","at":1.0,"cohort":1,"first":1,"rollouts":1000000000000,"prompts":["a"]}',
-        '{"event":"Loaded","at":1.0,"cohort":1,"first":-8,"rollouts":8,"prompts":["a"]}',
-    ]
-    path.write_text("\n".join([good, *bad, good]) + "\n")
-    read, damage, *_ = read_intact(path)
-    assert len(read) == 2
-    assert [d.line for d in damage] == list(range(2, 2 + len(bad)))
-
-
 @pytest.mark.parametrize("reward", ["Infinity", "-Infinity", "NaN", "1e999", "9" * 400])
 def test_an_infinite_reward_is_damage_in_every_command(tmp_path: Path, told: Any, refused: Any, reward: str) -> None:
     """Older versions wrote it, and the report ended in a traceback."""
@@ -129,15 +101,6 @@ def test_an_infinite_time_of_the_learner_is_damage(tmp_path: Path, seconds: str)
     path = tmp_path / "log.jsonl"
     path.write_text(f'{{"event":"Streamed","at":1.0,"update":0,"seconds":{seconds},"rollouts":[1]}}\n')
     assert [line.why for line in read_intact(path).damage] == ["Streamed with seconds that are not a finite number"]
-
-
-def test_a_damaged_line_counts_for_the_roll_back_after_it(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    phase = '{"event":"Phase","at":%s,"phase":"harvest"}'
-    path.write_text("\n".join([phase % 1.0, phase % 2.0, "#", '{"event":"RolledBack","at":3.0,"events":2}']) + "\n")
-    read, damage, *_ = read_intact(path)
-    assert [event.at for event in read] == [1.0]
-    assert damage == [], "what is void may be damaged"
 
 
 def test_a_log_without_its_start_is_refused_in_one_line(tmp_path: Path, told: Any, refused: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from run_folders import EVALUATION, UPDATE
+from run_folders import run_folder
 from scenarios import MODES, Run, run, scenario
 from simulated_logs import NEEDS, SCHEDULE, SMALL, figures_of, simulated_log
 from sortedrl.cli import main
@@ -27,9 +27,7 @@ from sortedrl.observe.report import charts as report_charts
 from sortedrl.observe.report import text
 from sortedrl.observe.report.runs import Outline, Series, read_runs, series_of, slot_time
 from sortedrl.observe.timeline import OUTCOMES, slices
-from sortedrl.settings.base import as_json
 from sortedrl.studies.workload import run as simulate
-from sortedrl.training.settings import TrainSettings
 
 
 def events_of(mode: str, lengths: Sequence[int] = (3, 9, 2, 17, 5, 8, 1, 12), **knobs: Any) -> list[Event]:
@@ -297,21 +295,11 @@ def test_the_chart_library_is_the_release_that_its_folder_names_with_its_licence
 # What only a run folder has
 
 
-def run_folder(path: Path, *, seed: int = 0) -> Path:
-    """A simulated log with the files of a training run around it."""
-    simulated_log(path / "events.jsonl", "partial", seed=seed)
-    settings = TrainSettings(mode="partial", slots=8, seed=seed, task_options={"characters": "3"}, lora_rank=4)
-    (path / "config.json").write_text(json.dumps(as_json(settings)))
-    lines = [json.dumps(line) for line in (EVALUATION, UPDATE, UPDATE | {"update": 2})]
-    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"update": 3, "rew')
-    return path
-
-
 def test_a_line_that_is_too_deep_to_parse_is_skipped(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     deep = "[" * 100_000
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write(f"\n{deep}\n")
+        file.write(f'{{"update": 3, "rew\n{deep}\n')
     (folder / "config.json").write_text(deep)
     (read,) = read_runs([folder])
     assert read.notices[-1] == "metrics.jsonl: skipped 2 unreadable lines."
@@ -334,7 +322,7 @@ def test_a_folder_of_runs_stands_for_all_of_them(tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["partial-seed0", "partial-seed1"]
     (series,) = series_of(runs)
     assert len(series.runs) == 2
-    page = report.page([replace(runs[0], name="<b>named</b>"), runs[1]], "0")
+    page = report.page([replace(runs[0], name="<b>named</b>", notices=("It ends.",)), runs[1]], "0")
     assert "<b>named" not in page and "&lt;b&gt;named" in page, "what a run says is text, not markup"
     assert '<th scope="row">seed</th>' in page, "configurations are held side by side"
     assert "2 runs, seeds 0, 1" in page

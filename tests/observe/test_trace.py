@@ -15,9 +15,9 @@ from sortedrl.cli import main
 from sortedrl.core.events import Event, RolledBack, Streamed
 from sortedrl.log.lines import JsonLines
 from sortedrl.observe.trace import trace_events
-from trace_rules import assert_valid_trace, written_trace
+from trace_rules import assert_tokens_agree, assert_valid_trace, written_trace
 
-RANDOM = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+RANDOM = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 SMALL: dict[str, Any] = {
     "rollouts_per_update": 4,
     "prompts_per_cohort": 8,
@@ -33,6 +33,7 @@ def test_the_trace_of_any_simulated_run_is_valid(mode: str) -> None:
     @given(troubled([mode]), st.floats(0, 1))
     def check(scenario: Scenario, share: float) -> None:
         log = Run(scenario).to_end().events
+        assert_tokens_agree(log)
         assert_valid_trace(log)
         assert_valid_trace(log[: max(1, round(share * len(log)))])  # as a killed run leaves it
 

@@ -23,7 +23,7 @@ from forked import Command
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.observe import trackers
 from sortedrl.observe.run_metrics import RunMetrics
-from sortedrl.observe.trackers import METRICS, STEP, Endpoint, Trackers, open_tracker, tracked
+from sortedrl.observe.trackers import METRICS, STEP, Endpoint, Tracker, Trackers, open_tracker, tracked
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "metrics.md"
@@ -162,46 +162,23 @@ def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.Mon
     assert raised.value.fix == "pip install '.[wandb]' in the SortedRL checkout."
 
 
-class Broken:
-    name = "broken"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def log(self, update: int, values: Any) -> None:
-        self.calls += 1
-        raise OSError("disk full")
-
-    def close(self) -> None:
-        raise OSError("disk full")
-
-
-class Remembering:
-    name = "remembering"
-
-    def __init__(self) -> None:
-        self.updates: list[int] = []
-        self.closed = False
-
-    def log(self, update: int, values: Any) -> None:
-        self.updates.append(update)
-
-    def close(self) -> None:
-        self.closed = True
-
-
 def test_a_broken_tracker_is_named_and_switched_off_and_the_others_go_on() -> None:
     said: list[str] = []
-    broken, good = Broken(), Remembering()
+    calls: list[tuple[str, Any]] = []
+
+    def fail(*given: Any) -> None:
+        calls.append(("broken", given))
+        raise OSError("disk full")
+
     all_trackers = Trackers(said.append)
-    all_trackers.add(broken)
-    all_trackers.add(good)
+    all_trackers.add(Tracker("broken", fail, fail))
+    all_trackers.add(Tracker("good", lambda update, values: calls.append(("good", update)), lambda: calls.clear()))
     for line in LINES:
         all_trackers.line(line)
-    all_trackers.close()
-    assert good.updates == [0, 1, 2, 2] and good.closed
-    assert broken.calls == 1
+    assert [update for name, update in calls if name == "good"] == [0, 1, 2, 2] and len(calls) == 1 + len(LINES)
     assert len(said) == 1 and "broken" in said[0] and "disk full" in said[0]
+    all_trackers.close()
+    assert not calls and len(said) == 1, "the good one was closed"
 
 
 # Prometheus

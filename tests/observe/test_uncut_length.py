@@ -37,7 +37,8 @@ def _uniform(bits: int) -> float:
 LENGTHS: dict[str, LengthOf] = {"lognormal": LognormalLengths(), "bimodal": BimodalLengths()}
 
 
-def known_and_estimated(mode: str, lengths: LengthOf, group: int, seed: int, *, whole: bool) -> tuple[float, float]:
+def check(mode: str, lengths: str, group: int, seed: int, *, whole: bool) -> float:
+    """The error of the estimate."""
     log: list[Event] = []
     schedule = Schedule(
         mode=mode,
@@ -47,14 +48,9 @@ def known_and_estimated(mode: str, lengths: LengthOf, group: int, seed: int, *, 
         prompts_per_cohort=512 // group,
         seed=seed,
     )
-    known = run(Workload(lengths=lengths, prompts=ROLLOUTS // group), schedule, log.append).length_bias
+    known = run(Workload(lengths=LENGTHS[lengths], prompts=ROLLOUTS // group), schedule, log.append).length_bias
     estimated = Metrics().fold(log).run_metrics().length_bias
     assert known is not None and estimated is not None
-    return known, estimated
-
-
-def check(mode: str, lengths: str, group: int, seed: int, *, whole: bool) -> float:
-    known, estimated = known_and_estimated(mode, LENGTHS[lengths], group, seed, whole=whole)
     assert known < -0.005, "something to estimate"
     assert estimated == pytest.approx(known, abs=POINTS)
     return estimated - known
@@ -83,29 +79,29 @@ def attempts(*ended: tuple[int, int, bool]) -> Attempts:
     """Groups of one: (rollout, length, was it finished)."""
     found = Attempts()
     for rollout, length, finished in ended:
-        found.ended(rollout, rollout, length, finished=finished)
+        found.ended(rollout, length, finished=finished)
     return found
 
 
 def test_first_attempts_that_finished_count_as_they_are_even_if_another_was_trained_on() -> None:
     found = attempts((0, 30, True), (0, 10, True), (1, 20, True))
-    found.trained(0, 0, 10)
-    found.trained(1, 1, 20)
+    found.trained(0, 10)
+    found.trained(1, 20)
     assert not found.was_any_cut
     assert found.mean_if_uncut() == 25
 
 
 def test_a_cut_attempt_counts_with_the_mean_of_what_went_beyond() -> None:
     found = attempts(*((i, 10, True) for i in range(50)), *((i, 100, True) for i in range(50, 100)), (100, 10, False))
-    found.ended(100, 100, 10, finished=True)
-    found.trained(100, 100, 10)
+    found.ended(100, 10, finished=True)
+    found.trained(100, 10)
     assert found.was_any_cut
     assert found.mean_if_uncut() == pytest.approx(100)
 
 
 def test_a_cut_beyond_all_that_finished_counts_with_a_token_more() -> None:
     found = attempts((0, 5, True), (1, 50, False), (1, 4, True))
-    found.trained(1, 1, 4)
+    found.trained(1, 4)
     assert found.mean_if_uncut() == 51
 
 
@@ -113,7 +109,7 @@ def test_nothing_trained_and_rejected_rollouts() -> None:
     found = attempts((0, 5, False))
     assert found.mean_if_uncut() == 0
     found.forget(0)
-    found.trained(0, 0, 7)
+    found.trained(0, 7)
     assert found.mean_if_uncut() == 7
 
 
@@ -123,13 +119,6 @@ def test_cuts_at_random_lengths_leave_a_known_mean() -> None:
     found, lengths = Attempts(), [chance.randint(1, 100) for _ in range(2000)]
     for rollout, length in enumerate(lengths):
         cut = chance.randint(1, 150)
-        found.ended(rollout, rollout, min(length, cut), finished=length <= cut)
-        found.trained(rollout, rollout, length)
+        found.ended(rollout, min(length, cut), finished=length <= cut)
+        found.trained(rollout, length)
     assert found.mean_if_uncut() == pytest.approx(fmean(lengths), rel=0.02)
-
-
-def test_metrics_that_do_not_estimate_the_uncut_length_need_it() -> None:
-    metrics = Metrics(estimates_uncut_length=False)
-    assert metrics.run_metrics(uncut_mean_length=12.0).uncut_mean_length == 12.0
-    with pytest.raises(ValueError, match="pass it to run_metrics"):
-        metrics.run_metrics()

@@ -142,21 +142,7 @@ def test_empty_slots_while_environments_work_are_the_environments(seconds: float
 
 def test_a_slow_score_after_a_slow_environment_is_counted_once() -> None:
     """2 s of decoding, 5 s in the environment, 2 s, 5 s, then 6 s for the score."""
-    found = Run(
-        scenario(
-            "baseline",
-            [2],
-            slots=1,
-            rollouts_per_update=1,
-            turns=(2,),
-            observations=(3,),
-            calls=(EnvironmentCall(seconds=5.0, rewards=False),),
-            score_seconds=(6.0,),
-        )
-    )
-    parts = found.to_end().run_metrics.wall_parts
-    assert {part: round(20 * parts[part], 6) for part in ("generation", "environments", "scoring")} == {
-        "generation": 4,
-        "environments": 10,
-        "scoring": 6,
-    }
+    knobs: dict[str, Any] = {"turns": (2,), "observations": (3,), "score_seconds": (6.0,)}
+    knobs["calls"] = (EnvironmentCall(seconds=5.0, rewards=False),)
+    found = Run(scenario("baseline", [2], slots=1, rollouts_per_update=1, **knobs)).to_end().run_metrics.wall_parts
+    assert [round(20 * found[part], 6) for part in ("generation", "environments", "scoring")] == [4, 10, 6]

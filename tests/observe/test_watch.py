@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from scenarios import run as simulated
 from sortedrl.core import events
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.log.lines import written
-from sortedrl.log.process_lock import RUN_LOCK, ProcessLock
+from sortedrl.log.process_lock import RUN_LOCK, ProcessLock, lock_of_log
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe import watch
 from sortedrl.observe.console import PlainConsole, panel_rows, progress_line
@@ -46,11 +44,6 @@ def wait_for_update(run: Path, update: int, command: Command) -> None:
 
 def started(words: list[str]) -> Command:
     return Command(words, environment=ENVIRONMENT)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -148,42 +141,17 @@ def test_a_killed_run_is_known_by_its_lock_or_by_its_silence(killed: Path, tmp_p
     assert last.startswith("stopped growing: the last event is ") and "was killed, continue with: sortedrl" in last
 
 
-def test_a_silent_run_whose_process_is_there_has_not_ended(killed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [RUN_LOCK, lock_of_log(Path("events.jsonl")).name])
+def test_a_silent_run_whose_process_is_there_has_not_ended(name: str, killed: Path, tmp_path: Path) -> None:
+    """Of `sortedrl train`, or of a loop of its own."""
     run = tmp_path / "run"
     shutil.copytree(killed, run)
-    lock = ProcessLock(run / RUN_LOCK)
+    lock = ProcessLock(run / name)
     os.utime(run / "events.jsonl", (time.time() - 3000,) * 2)
     follower = Follower(run, PlainConsole(lambda line: None))
     assert follower.watched().outcome == watch.RUNS
     lock.release()
     assert follower.watched().outcome == watch.STOPPED
-
-
-OWN_LOOP = """
-import sys, time
-from pathlib import Path
-from sortedrl.log.file import EventFile
-from sortedrl.core.events import Phase, RunBegan
-file = EventFile.open(Path(sys.argv[1]) / "events.jsonl", must_be_new=True)
-file(RunBegan(0.0, 2, "partial", {}))
-file(Phase(0.0, "harvest"))
-print("started", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_killed_loop_of_your_own_is_known_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWN_LOOP, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as loop:
-        assert loop.stdout is not None and loop.stdout.readline() == "started\n"
-        os.utime(tmp_path / "events.jsonl", (time.time() - 300,) * 2)  # a long harvest
-        follower = Follower(tmp_path, PlainConsole(lambda line: None))
-        assert follower.watched().outcome == watch.RUNS
-        loop.kill()
-    seen = follower.watched()
-    assert seen.outcome == watch.STOPPED
-    line = watch.outcome_line(tmp_path, seen)
-    assert line.startswith("stopped: its process has ended") and line.endswith("resume it in its own loop")
 
 
 @pytest.mark.slow
@@ -340,6 +308,8 @@ def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
     path.write_text(written(log[: len(log) // 2]))
     seen = watch.Watched(watch.STOPPED, "harvest", 700.0, process_is_there=None)
     assert watch.outcome_line(tmp_path, seen).endswith("If it was killed, resume it in its own loop")
+    line = watch.outcome_line(tmp_path, seen._replace(process_is_there=False))
+    assert line.startswith("stopped: its process has ended") and line.endswith("resume it in its own loop")
     (tmp_path / "config.json").write_text('{"updates": 8}')
     restart = f"it has no checkpoint yet: remove {tmp_path} and start it again"
     assert watch.outcome_line(tmp_path, seen).endswith(f"If it was killed, {restart}")

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forked import Command
+from toy_runs import SMALL_TRAINING, flags
 
 SUPPORT = Path(__file__).parent
 INHERITED = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
 ENVIRONMENT = INHERITED | {"PYTHONPATH": f"{SUPPORT.parents[1] / 'src'}:{SUPPORT}", "OMP_NUM_THREADS": "1"}
-SMALL = {
-    "task": "toy:SayA", "scoring": "at-once", "reward-workers": 0,
-    "slots": 8, "rollouts-per-update": 16, "prompts-per-cohort": 8, "rollouts-per-prompt": 4,
-    "max-response-tokens": 24, "max-prompt-tokens": 16, "eval-problems": 8, "learning-rate": 3e-3, "threads": 1,
+SMALL = SMALL_TRAINING | {
+    "scoring": "at-once", "rollouts_per_update": 16, "max_response_tokens": 24, "eval_problems": 8,
+    "learning_rate": 3e-3,
 }  # fmt: skip
 _TOKEN = re.compile(r"\x1b\[(?P<args>[?0-9;]*)(?P<verb>[A-Za-z])|(?P<plain>[^\x1b\r\n]+)|(?P<control>[\r\n])")
 
@@ -152,8 +152,7 @@ def _set_columns(descriptor: int, columns: int) -> None:
 
 
 def train_command(model: Path, out: Path, *words: str) -> list[str]:
-    flags = [word for key, value in SMALL.items() for word in (f"--{key}", str(value))]
-    return ["train", "--model", str(model), "--out", str(out), *flags, *words]
+    return ["train", "--model", str(model), "--out", str(out), *flags(SMALL), *words]
 
 
 def panel_of(session: Session) -> dict[str, str]:

@@ -8,13 +8,12 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
-from operator import attrgetter
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
 
-from sortedrl.core.events import Event, Published, Started
+from sortedrl.core.events import Event, Published, Started, Updated
 from sortedrl.log.reading import without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.timeline import OUTCOMES, Slice, slices
@@ -30,21 +29,6 @@ def written_trace(log: Iterable[Event]) -> list[Json]:
     write_trace(log, file)
     written: list[Json] = json.loads(file.getvalue())["traceEvents"]
     return written
-
-
-def assert_adds_up(log: list[Event]) -> None:
-    """Every stay in a slot is in one slice, and slices add up to the busy slot-time of the metrics."""
-    found, run_metrics = slices(log), Metrics().fold(log).run_metrics()
-    busy = run_metrics.slots * run_metrics.seconds * (1 - run_metrics.bubble)
-    assert sum(s.end - s.start for s in found) == pytest.approx(busy, rel=1e-9, abs=1e-9)
-    by_slot: defaultdict[int, list[Slice]] = defaultdict(list)
-    for s in found:
-        assert s.outcome in OUTCOMES and s.start <= s.end and s.made >= 0
-        by_slot[s.slot].append(s)
-    for stays in by_slot.values():
-        ordered = sorted(stays, key=attrgetter("start", "end"))
-        assert all(before.end <= after.start for before, after in pairwise(ordered))
-    assert len(found) == sum(isinstance(event, Started) for event in log)
 
 
 def assert_valid_trace(log: list[Event]) -> None:
@@ -70,6 +54,7 @@ def assert_all_is_named(trace: list[Json]) -> None:
         assert event["pid"] in processes
         assert "tid" not in event or (event["pid"], event["tid"]) in threads
         assert event["name"] and (event["ph"] != "i" or event["s"] in ("g", "p", "t"))
+        assert event["pid"] != SLOTS or event["ph"] == "M" or event["cat"] in OUTCOMES
 
 
 def nanoseconds(microseconds: float) -> int:
@@ -100,3 +85,22 @@ def assert_slot_time_is_the_log_s(tracks: dict[Track, list[tuple[int, int, Json]
     assert len(stays) == starts
     rounding = 1e-9 * (starts + 1)
     assert sum(end - start for start, end in stays) / 1e9 == pytest.approx(busy, rel=1e-9, abs=rounding)
+
+
+def assert_tokens_agree(log: list[Event]) -> None:
+    """Slices have the tokens of the log: in all, of each update, and by version."""
+    run_metrics = Metrics().fold(log).run_metrics()
+    found = slices(log)
+    assert sum(s.made for s in found) == run_metrics.generated_tokens
+    assert sum(s.made for s in found if s.update is not None) == run_metrics.trained_tokens
+    assert sum(s.made for s in found if s.outcome == "dropped") <= run_metrics.dropped_tokens
+    by_rollout: defaultdict[int, list[Slice]] = defaultdict(list)
+    for s in found:
+        if s.made and s.update is not None:
+            by_rollout[s.rollout].append(s)
+    for event in log:
+        if isinstance(event, Updated):
+            for rollout, segments in zip(event.rollouts, event.segments, strict=True):
+                of_versions = groupby(by_rollout[rollout], key=lambda s: s.version)
+                assert tuple((version, sum(s.made for s in group)) for version, group in of_versions) == segments
+                assert {s.update for s in by_rollout[rollout]} <= {event.update}

@@ -42,26 +42,42 @@ def test_a_run_with_an_engine_by_import_path(model: Path, tmp_path: Path, monkey
 
 
 METHODS = {"now", "submit", "poll", "abort", "update_weights"}
-CLOSING = """
+MODULE = """
+import copy
+import os
 from pathlib import Path
+
+from transformers import AutoModelForCausalLM
 
 from sortedrl.engines.embedded.engine import EmbeddedEngine
 
 
-class Closing(EmbeddedEngine):
-    def close(self):
-        Path(__file__).with_suffix(".closed").touch()
+class Mine(EmbeddedEngine):
+    {methods}
 
 
 def engine(spec):
-    return Closing(spec.module, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
+    {first}
+    module = spec.module or AutoModelForCausalLM.from_pretrained(spec.model)
+    return Mine({module}, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
+"""
+
+
+def module_with(methods: str, *, first: str = "", module: str = "module") -> str:
+    """The source of an engine of one's own: the embedded one, with these methods."""
+    return MODULE.format(methods=methods.strip(), first=first, module=module)
+
+
+CLOSING = """
+    def close(self):
+        Path(__file__).with_suffix(".closed").touch()
 """
 
 
 @pytest.fixture
 def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Makes `closing_engine:engine` importable; this file shows that it was closed."""
-    return own_module("closing_engine", CLOSING, tmp_path, monkeypatch).with_suffix(".closed")
+    return own_module("closing_engine", module_with(CLOSING), tmp_path, monkeypatch).with_suffix(".closed")
 
 
 def test_an_evaluation_closes_its_engine(model: Path, closed: Path) -> None:
@@ -80,26 +96,10 @@ def test_a_run_that_cannot_start_closes_its_engine(model: Path, closed: Path, tm
 
 
 TALKATIVE = """
-import os
-
-from transformers import AutoModelForCausalLM
-
-from sortedrl.engines.embedded.engine import EmbeddedEngine
-
-print("loaded")
-
-
-class Talkative(EmbeddedEngine):
     def poll(self, *args, **kwargs):
         print("a line")
         os.write(1, b"a line of C code\\n")
         return super().poll(*args, **kwargs)
-
-
-def engine(spec):
-    os.system("echo a line of a process")
-    model = spec.module or AutoModelForCausalLM.from_pretrained(spec.model)
-    return Talkative(model, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
 """
 
 
@@ -108,7 +108,8 @@ def test_stdout_is_one_json_object_although_the_engine_prints(
     command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """vLLM prints its log to stdout."""
-    own_module("talkative_engine", TALKATIVE, tmp_path, monkeypatch)
+    source = module_with(TALKATIVE, first='os.system("echo a line of a process")')
+    own_module("talkative_engine", f"print('loaded'){source}", tmp_path, monkeypatch)
     folder = BUILT_IN_MODEL if command == "profile" else model  # which is too short
     engine = ["--model", str(folder), "--engine", "talkative_engine:engine"]
     profile, short = ["--out", str(tmp_path / "profile.json")], ["--max-response-tokens", "20"]
@@ -162,12 +163,6 @@ def test_an_engine_that_lacks_a_method_of_the_protocol_cannot_be_made(missing: s
 
 
 FORGETFUL = """
-from pathlib import Path
-
-from sortedrl.engines.embedded.engine import EmbeddedEngine
-
-
-class Forgetful(EmbeddedEngine):
     has_weights = True
 
     def sleep_until_update(self):
@@ -182,10 +177,6 @@ class Forgetful(EmbeddedEngine):
     def submit(self, requests):
         assert self.has_weights
         super().submit(requests)
-
-
-def engine(spec):
-    return Forgetful(spec.module, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
 """
 
 
@@ -194,27 +185,11 @@ def test_weights_come_before_any_request_after_the_sleep_of_an_update(
     mode: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So an engine may drop its weights while the learner steps: also if updates share a harvest, and to evaluate."""
-    own_module("forgetful_engine", FORGETFUL, tmp_path, monkeypatch)
+    own_module("forgetful_engine", module_with(FORGETFUL), tmp_path, monkeypatch)
     words = ["--model", str(model), "--engine", "forgetful_engine:engine", *TRAIN]
     words += ["--mode", mode, "--updates", "4", "--eval-every", "3", "--out", str(tmp_path / "run")]
     assert main(["train", *words]) == 0
     assert (tmp_path / "forgetful_engine.sleeps").read_text() == 4 * "sleep\n"
-
-
-APART = """
-import copy
-
-from sortedrl.engines.embedded.engine import EmbeddedEngine
-
-
-class Apart(EmbeddedEngine):
-    {declared}
-
-
-def engine(spec):
-    module = copy.deepcopy(spec.module)
-    return Apart(module, slots=spec.slots, eos_token_ids=spec.eos_token_ids, max_length=spec.max_length)
-"""
 
 
 @pytest.mark.parametrize("flags", [["--stream"], ["--overlap", "--max-staleness", "4"]])
@@ -223,13 +198,13 @@ def test_the_learner_works_beside_an_engine_that_has_its_own_device(
     flags: list[str], is_declared: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
 ) -> None:
     """Only its author knows it: it may be the client of a server, or decode with the learner's own module."""
-    source = APART.format(declared="has_own_device = True" if is_declared else "pass")
+    source = module_with("has_own_device = True" if is_declared else "pass", module="copy.deepcopy(module)")
     own_module("engine_apart", source, tmp_path, monkeypatch)
     words = ["--model", str(model), "--engine", "engine_apart:engine", *TRAIN, *flags]
     error = told("train", *words, "--out", tmp_path / "run", code=0 if is_declared else 2).err
     if not is_declared:
         assert not (tmp_path / "run").exists()
-        assert f"{flags[0][2:]} = True" in error and "its class Apart does not set has_own_device" in error
+        assert f"{flags[0][2:]} = True" in error and "its class Mine does not set has_own_device" in error
 
 
 def test_an_engine_with_only_the_protocol_gets_the_defaults() -> None:

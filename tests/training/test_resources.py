@@ -27,14 +27,9 @@ class Growing(toy.SayA):
     held_out = train
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(toy.make_model(tmp_path_factory.mktemp("model") / "toy"))
-
-
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_context_below_every_prompt_is_refused_at_once(
-    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     """Before, a run rejected every rollout of every epoch, for half a minute."""
     monkeypatch.chdir(tmp_path)
@@ -44,9 +39,11 @@ def test_a_context_below_every_prompt_is_refused_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prompts_that_fill_the_context_are_left_out_and_counted(model: str) -> None:
+def test_prompts_that_fill_the_context_are_left_out_and_counted(model: Path) -> None:
     lines: list[str] = []
-    read = read_resources(TrainSettings(model=model, task="test_resources:Growing", max_context_tokens=6), lines.append)
+    read = read_resources(
+        TrainSettings(model=str(model), task="test_resources:Growing", max_context_tokens=6), lines.append
+    )
     lines.pop(0)  # about problems that are in both parts
     assert [len(prompt.tokens) for prompt in read.train] == [1, 2, 3, 4, 5]
     assert read.held_out == read.train
@@ -59,9 +56,9 @@ class LongHeldOut(Growing):
         return [Problem("held-out", " ".join(["q1"] * 20), "a")]
 
 
-def test_held_out_prompts_that_are_all_too_long_are_named(model: str) -> None:
+def test_held_out_prompts_that_are_all_too_long_are_named(model: Path) -> None:
     """In place of "no prompts left: 1 of 1 prompts", of a task with eight that fit."""
-    settings = TrainSettings(model=model, task="test_resources:LongHeldOut", max_prompt_tokens=12)
+    settings = TrainSettings(model=str(model), task="test_resources:LongHeldOut", max_prompt_tokens=12)
     with pytest.raises(ConfigurationError, match="no held-out prompts left: 1 of 1 held-out prompts have more than 12"):
         read_resources(settings, print)
 
@@ -81,10 +78,10 @@ class NoTraining(LongTraining):
 
 @pytest.mark.parametrize("limit", ["max_prompt_tokens", "max_context_tokens"])
 @pytest.mark.parametrize("task", ["LongTraining", "NoTraining"])
-def test_an_evaluation_does_not_need_training_prompts(limit: str, task: str, model: str) -> None:
+def test_an_evaluation_does_not_need_training_prompts(limit: str, task: str, model: Path) -> None:
     """Before, `eval` was refused if all of them were too long, and mentioned those that were."""
     lines: list[str] = []
-    settings = {"model": model, "task": f"test_resources:{task}", limit: 12}
+    settings = {"model": str(model), "task": f"test_resources:{task}", limit: 12}
     read = read_resources(EvalSettings.model_validate(settings), lines.append)
     assert len(read.held_out) == 8 and not read.train and not lines
     with pytest.raises(ConfigurationError, match=r"training prompts|no prompt leaves room|train\.jsonl"):
@@ -93,7 +90,7 @@ def test_an_evaluation_does_not_need_training_prompts(limit: str, task: str, mod
 
 @pytest.mark.parametrize("command", ["train", "eval"])
 def test_a_limit_of_turns_is_refused_if_responses_have_one(
-    command: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+    command: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     error = refused(command, "--model", model, "--max-turns", "3", "--task", "toy:SayA")
@@ -101,8 +98,8 @@ def test_a_limit_of_turns_is_refused_if_responses_have_one(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_limit_of_turns_is_taken_if_responses_have_several(model: str) -> None:
-    assert read_resources(EvalSettings(model=model, task="toy:Talk", max_turns=3), print).held_out
+def test_a_limit_of_turns_is_taken_if_responses_have_several(model: Path) -> None:
+    assert read_resources(EvalSettings(model=str(model), task="toy:Talk", max_turns=3), print).held_out
 
 
 class Leaking(toy.SayA):
@@ -131,14 +128,14 @@ class SameTalk(toy.Talk):
         return [Problem(f"held-out/{problem.id}", problem.question, problem.answer) for problem in self.train()]
 
 
-def test_held_out_problems_that_are_trained_on_are_pointed_out(model: str) -> None:
+def test_held_out_problems_that_are_trained_on_are_pointed_out(model: Path) -> None:
     lines: list[str] = []
-    read_resources(TrainSettings(model=model, task="test_resources:Leaking"), lines.append)
+    read_resources(TrainSettings(model=str(model), task="test_resources:Leaking"), lines.append)
     [line] = lines
     assert line.startswith("2 of 42 held-out problems are also problems to train on, such as 'train-0'")
     for task in ("test_resources:SameQuestion", "test_resources:SameTalk", "toy:SayA"):
-        read_resources(TrainSettings(model=model, task=task), lines.append)
-    read_resources(EvalSettings(model=model, task="test_resources:Leaking"), lines.append)
+        read_resources(TrainSettings(model=str(model), task=task), lines.append)
+    read_resources(EvalSettings(model=str(model), task="test_resources:Leaking"), lines.append)
     assert lines == [line]
 
 
@@ -186,7 +183,7 @@ def engine(spec): sys.exit(0)
     ],
 )
 def test_code_that_calls_sys_exit_is_an_error_with_its_place(
-    words: str, where: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+    words: str, where: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -214,8 +211,8 @@ async def answer(text: str) -> float:
     return 1.0
 
 
-def test_a_reset_that_hangs_is_an_error_with_its_problem(model: str) -> None:
-    settings = TrainSettings(model=model, task="test_resources:HangsInReset", score_limit_seconds=1.0)
+def test_a_reset_that_hangs_is_an_error_with_its_problem(model: Path) -> None:
+    settings = TrainSettings(model=str(model), task="test_resources:HangsInReset", score_limit_seconds=1.0)
     with pytest.raises(ConfigurationError, match=r"reset of the problem 'train-5': .*no result within 1 s"):
         read_resources(settings, print)
 
@@ -224,11 +221,11 @@ def repeats_a(problem: Problem, response: str) -> float:
     return 1.0
 
 
-def test_questions_that_are_left_out_because_they_repeat_are_counted(model: str, tmp_path: Path) -> None:
+def test_questions_that_are_left_out_because_they_repeat_are_counted(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "{"q1 " * (1 + row % 10)}"}}\n' for row in range(12)))
     lines: list[str] = []
-    settings = TrainSettings(model=model, task="test_resources:repeats_a", data=rows)
+    settings = TrainSettings(model=str(model), task="test_resources:repeats_a", data=rows)
     assert len(read_resources(settings, lines.append).train) == 9
     assert lines == ["2 of 11 training problems repeat a question and are left out"]
     both = settings.model_copy(update={"task_options": {"held_out_data": str(rows)}})

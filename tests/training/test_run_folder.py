@@ -23,6 +23,7 @@ from sortedrl.core import events
 from sortedrl.core.batch import Batch
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt, Rollout
+from sortedrl.log.process_lock import FolderInUse, FolderLock
 from sortedrl.log.reading import read_events, read_intact, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 from sortedrl.training.run_dir import RunFolder
@@ -137,26 +138,8 @@ def test_of_two_that_resume_at_once_one_is_refused(run: Path) -> None:
     assert updates_of(run) == list(range(max(7, len(updates_of(run)))))
 
 
-def test_a_folder_without_locks_is_used_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some network file systems have none. This one cannot be had here: the call is made to fail as theirs does."""
-    import errno
-
-    from sortedrl.log import process_lock
-
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(process_lock.fcntl, "flock", unsupported)
-    lock = process_lock.FolderLock(tmp_path)
-    assert lock.warning is not None and "cannot be locked" in lock.warning and "second process" in lock.warning
-    assert lock.is_in_place()
-    lock.release()
-
-
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    from sortedrl.log.process_lock import FolderInUse, FolderLock
-
-    lock = FolderLock(tmp_path)
+    lock = FolderLock(tmp_path, print)
     reader, writer = os.pipe()
     started, starts = os.pipe()
     child = os.fork()
@@ -167,9 +150,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     try:
         os.read(started, 1)
         with pytest.raises(FolderInUse):
-            FolderLock(tmp_path)
+            FolderLock(tmp_path, print)
         lock.release()
-        FolderLock(tmp_path).release()
+        FolderLock(tmp_path, print).release()
     finally:
         os.write(writer, b"x")
         os.waitpid(child, 0)
@@ -178,50 +161,25 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
 # Damaged files
 
 
-def lines_of(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True)
+DAMAGE: dict[str, Callable[[list[bytes]], bytes]] = {
+    "middle line": lambda lines: b"".join([*lines[:40], b'{"event":"Garb\x00\xff\n', *lines[41:]]),
+    "binary block": lambda lines: b"".join([*lines[:30], bytes(range(256)) * 4, *lines[45:]]),
+    "removed": lambda lines: b"removed",
+    "every line": lambda lines: b"\xff[]\n3\nnull\n" * 40,
+    "all but the end": lambda lines: b"".join(lines[len(lines) // 2 :]),
+    "truncated": lambda lines: b"".join(lines[: len(lines) // 2])[:-9],
+    "empty": lambda lines: b"",
+}
 
 
-def damage_middle_line(path: Path) -> None:
-    lines = lines_of(path)
-    lines[len(lines) // 2] = b'{"event":"Garb\x00\xff\n'
-    path.write_bytes(b"".join(lines))
-
-
-def damage_with_binary_block(path: Path) -> None:
-    content = path.read_bytes()
-    third = len(content) // 3
-    path.write_bytes(content[:third] + bytes(range(256)) * 4 + content[third + 1024 :])
-
-
-def damage_every_line(path: Path) -> None:
-    path.write_bytes(b"\xff[]\n3\nnull\n" * 40)
-
-
-def damage_all_but_the_end(path: Path) -> None:
-    lines = lines_of(path)
-    path.write_bytes(b"".join(lines[len(lines) // 2 :]))
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-DAMAGE = [
-    damage_middle_line,
-    damage_with_binary_block,
-    Path.unlink,
-    *(pytest.param(d, marks=pytest.mark.slow) for d in (damage_every_line, damage_all_but_the_end, truncate, empty)),
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_a_damaged_event_log_costs_metrics_and_not_the_run(damage: Callable[[Path], None], run: Path) -> None:
-    damage(run / "events.jsonl")
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=[pytest.mark.slow] * (place > 2)) for place, name in enumerate(DAMAGE)]
+)
+def test_a_damaged_event_log_costs_metrics_and_not_the_run(damage: str, run: Path) -> None:
+    path = run / "events.jsonl"
+    path.write_bytes(DAMAGE[damage](path.read_bytes().splitlines(keepends=True)))
+    if damage == "removed":
+        path.unlink()
     done = resume(run, 5)
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if "are lost" in line]

@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 
 import forked
+import terminal
 import toy
 from config_file import config_file
 from forked import Done
 from sortedrl.core import events
 from sortedrl.log.reading import read_events
 from sortedrl.observe.metrics import Metrics
-from toy_runs import SMALL_TRAINING, flags, metrics_of, updates_of, without_times
+from toy_runs import flags, metrics_of, updates_of, without_times
 
-SMALL = flags(
-    SMALL_TRAINING
-    | {"scoring": "at-once", "rollouts_per_update": 16, "max_response_tokens": 24, "eval_problems": 8}
-    | {"learning_rate": 3e-3}
-)
+SMALL = flags(terminal.SMALL)
 
 
 def sortedrl(*words: str, check: bool = True) -> Done:
@@ -113,24 +110,6 @@ def test_a_run_that_is_resumed_after_its_last_update_has_one_score_per_update(
     assert after[-1]["seconds"] > before[-1]["seconds"]
 
 
-def test_resume_refuses_changed_settings_and_names_them(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(model, run, "--updates", "1")
-    done = sortedrl("train", "--resume", str(run), "--learning-rate", "0.5", check=False)
-    assert done.returncode == 2
-    assert "learning_rate" in done.stderr and "0.003 -> 0.5" in done.stderr
-    settings = tmp_path / "settings.toml"
-    settings.write_text("learning_rate = 0.5\n")
-    done = sortedrl("train", "--resume", str(run), "--config", str(settings), check=False)
-    assert "0.003 -> 0.5" in done.stderr and done.stderr.count("->") == 1
-    settings.write_text("updates = 2\n")
-    sortedrl("train", "--resume", str(run), "--config", str(settings))
-    assert len(updates_of(run)) == 2
-    done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, check=False)
-    assert done.returncode == 2
-    assert "never overwritten" in done.stderr and "--resume" in done.stderr
-
-
 def test_resume_refuses_rows_that_were_edited_under_their_ids(model: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", tmp_path / "rows.txt"
     rows = "".join([*(f"train q{i % 40} a\n" for i in range(64)), *(f"held-out q{i} a\n" for i in range(8))])
@@ -181,46 +160,21 @@ def test_the_best_of_the_saved_stays(model: Path, tmp_path: Path) -> None:
     assert len(evaluations) == 6, "the last one is not repeated"
 
 
-def test_a_run_of_an_older_version_can_be_resumed(model: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trained(model, run, "--updates", "2")
-    settings = json.loads((run / "config.json").read_text())
-    del settings["overlap"]
-    (run / "config.json").write_text(json.dumps(settings))
-    sortedrl("train", "--resume", str(run), "--updates", "3")
-    assert len(updates_of(run)) == 3
-
-
-BAD_INPUT = {
-    "siblings of one": (["--rollouts-per-prompt", "1", "--prompts-per-cohort", "16"], ["rollouts_per_prompt = 1"]),
-    "a folder that cannot be": (["--out", "/proc/run"], ["out = '/proc/run'", "cannot be made"]),
-    "longer than the model": (
-        ["--max-response-tokens", "5000"],
-        ["Lower max_response_tokens or max_prompt_tokens", "256"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_gives_one_clear_error_and_writes_nothing(name: str, model: Path, tmp_path: Path) -> None:
-    words, expected = BAD_INPUT[name]
-    run = tmp_path / "run"
-    done = sortedrl("train", "--model", str(model), "--out", str(run), *SMALL, *words, check=False)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    for text in expected:
-        assert text in done.stderr
-    assert not run.exists()
-
-
-def test_greedy_training_is_refused(model: Path, tmp_path: Path) -> None:
-    words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, *config_file(tmp_path, temperature=0)]
-    done = sortedrl("train", *words, check=False)
-    assert done.returncode == 2 and "temperature" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--rollouts-per-prompt 1 --prompts-per-cohort 16", "rollouts_per_prompt = 1"),
+        ("--out /proc/run", "out = '/proc/run' (set by flag --out): the run folder cannot be made"),
+        ("--max-response-tokens 5000", "Lower max_response_tokens or max_prompt_tokens"),
+        ("--config greedy.toml", "temperature = 0"),
+        ("--model no-eos", "its tokenizer has no EOS token"),
+    ],
+)
+def test_bad_input_gives_one_clear_error_and_writes_nothing(
+    words: str, expected: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "greedy.toml").write_text("temperature = 0\n")
+    toy.make_model(tmp_path / "no-eos", eos=False)
+    assert expected in refused("train", "--model", model, "--out", "run", *SMALL, *words.split())
     assert not (tmp_path / "run").exists()
-
-
-def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
-    bad = toy.make_model(tmp_path / "model", eos=False)
-    done = sortedrl("train", "--model", str(bad), "--out", str(tmp_path / "run"), *SMALL, check=False)
-    assert done.returncode == 2 and "EOS" in done.stderr

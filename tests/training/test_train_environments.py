@@ -19,16 +19,14 @@ import pytest
 import forked
 import toy
 from chat_tokenizer import chat_tokenizer
-from config_file import config_file
 from counting_task import CountingTask
 from processes import descendants_of, wait_for_end
 from sortedrl.core import events
-from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Sampling, Tokens
+from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.schedule import Schedule
 from sortedrl.engines import generate as generating
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
@@ -40,9 +38,9 @@ from sortedrl.tasks.evaluation import Evaluation
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.training.evaluate import evaluate
 from sortedrl.training.resources import read_resources
-from sortedrl.training.rewards import Rewards
+from sortedrl.training.rewards import Rewards, RewardSource
 from sortedrl.training.run_record import RunRecord
-from sortedrl.training.settings import TrainSettings
+from sortedrl.training.settings import EvalSettings, TrainSettings
 from toy_runs import flags, metrics_of, updates_of, without_times
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +74,8 @@ def test_a_run_trains_on_rollouts_of_several_turns(model: Path, tmp_path: Path, 
     assert rollout["detail"]["parts"]["turns"] >= 1
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path, shuffle: bool) -> None:
-    words = ["--mode", "partial+elevator", "--scoring", "at-once", *config_file(tmp_path, shuffle_rewards=shuffle)]
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(model: Path, tmp_path: Path) -> None:
+    words = ["--mode", "partial+elevator", "--scoring", "at-once"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trained(model, whole, *words, updates=4)
     trained(model, parts, *words, updates=2)
@@ -212,17 +209,8 @@ def evaluated(engine: Any, task: CountingTask, problems: int = 2, chat: Any = No
     with closing(LocalHost(task.environment, limit_seconds=30.0)) as host:
         environments = TaskEnvironments(chat_tokenizer(), host, chat=chat)
         prompts = [Prompt(problem.id, [3, 4], problem) for problem in task.held_out()[:problems]]
-        found = evaluate(
-            engine,
-            prompts,
-            environments.ends,
-            environments=environments,
-            samples=1,
-            limits=Schedule(**{"max_response_tokens": 64, **limits}),
-            sampling=Sampling(),
-            seed=0,
-            watch=watch,
-        )
+        settings = EvalSettings.model_validate({"max_response_tokens": 64, **limits})
+        found = evaluate(engine, prompts, RewardSource(environments.ends, environments), settings, watch)
     assert found.correct == ((False,),) * problems
     return watch
 

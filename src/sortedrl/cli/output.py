@@ -17,7 +17,7 @@ from sortedrl import __version__
 from sortedrl.core.errors import UserError
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.base import updates_left
-from sortedrl.observe.console import RunConsole, run_console
+from sortedrl.observe.console import PlainConsole, run_console
 from sortedrl.settings.base import Settings, as_json
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.settings.schedule import prompts_per_cohort
@@ -67,7 +67,7 @@ def line_log(settings: Settings) -> Callable[[str], None]:
     return lambda line: print(line, file=stream, flush=True)
 
 
-def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> RunConsole:
+def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> PlainConsole:
     """The panel on a terminal, else lines; on stderr if stdout is JSON."""
     return run_console(sys.stderr if settings.json_output else sys.stdout, ends_with_reader=ends_with_reader)
 

@@ -78,7 +78,7 @@ def saved_cursor(prompts: Prompts) -> dict[str, Any]:
 
 def restore_cursor(prompts: Prompts, state: dict[str, Any]) -> None:
     own = saved_cursor(prompts) | {"epoch": state["epoch"], "position": state["position"]}
-    before = own | state  # older versions did not save `shuffle`
+    before = {key: state.get(key, own[key]) for key in own}  # older versions did not save `shuffle`
     if before != own:
         then, now = (f"{o['size']} prompts, seed = {o['seed']} and shuffle = {o['shuffle']}" for o in (before, own))
         raise ValueError(f"the checkpoint was made with {then}, this run has {now}: resume with the same order")

@@ -1,10 +1,4 @@
-"""The event log on disk: appended to, recovered after damage, and resumed after a rollback to a checkpoint.
-
-recovered = recover(path, CheckpointMark.of(state), controller.first_event())     # of recovery.py
-log_file = EventFile.open(path)
-log_file.roll_back(recovered)       # later events stay in the file, but no metric counts them
-log.sinks.append(log_file)
-"""
+"""The event log on disk: appended to, and rolled back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +46,7 @@ class EventFile:
             self._flush_at = event.at + FLUSH_SECONDS
 
     def roll_back(self, recovered: RecoveredLog) -> None:
-        """Mark the events after `recovered` as void."""
+        """Mark the events after `recovered` as void: they stay in the file, but no metric counts them."""
         self._write(RolledBack(recovered.last_time, recovered.void))
         for event in recovered.padding:
             self._write(event)

@@ -6,22 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple, TextIO, get_args
 
-from sortedrl.core.events import (
-    GATES,
-    Aborted,
-    Event,
-    Gate,
-    Loaded,
-    Observed,
-    RunBegan,
-    Scored,
-    SlotsChanged,
-    Started,
-    Streamed,
-    Submitted,
-    TurnEnded,
-    Updated,
-)
+from sortedrl.core import events
+from sortedrl.core.events import Event
 
 MOST = 10_000_000  # slots of a run, or rollouts that are loaded together
 LARGEST = 1e100
@@ -33,7 +19,10 @@ def _template(kind: type) -> str:
     return f'{{"event":"{kind.__name__}",{fields}}}\n'
 
 
-_OF_NUMBERS: dict[type, str] = {kind: _template(kind) for kind in (Submitted, Started, Aborted, TurnEnded, Observed)}
+_OF_NUMBERS: dict[type, str] = {
+    kind: _template(kind)
+    for kind in (events.Submitted, events.Started, events.Aborted, events.TurnEnded, events.Observed)
+}
 
 
 class JsonLines:
@@ -48,7 +37,7 @@ class JsonLines:
         if template is not None:
             self._write(template % event)
             return
-        if isinstance(event, Scored):
+        if isinstance(event, events.Scored):
             event = event._replace(reward=float(event.reward))  # it may be any kind of number
         self._write(self._encode({"event": type(event).__name__} | event._asdict()) + "\n")
 
@@ -107,7 +96,7 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < LARGEST
 
 
-def _why_wrong_update(event: Updated) -> str | None:
+def _why_wrong_update(event: events.Updated) -> str | None:
     if not event.rollouts:
         return "without a rollout"
     if len({len(column) for column in event[4:]}) != 1:
@@ -115,16 +104,16 @@ def _why_wrong_update(event: Updated) -> str | None:
     return None if all(map(is_number, event.rewards)) else "with a reward that is not a finite number"
 
 
-def _why_wrong_slots(event: RunBegan | SlotsChanged) -> str | None:
-    group = event.settings.get("rollouts_per_prompt", 1) if isinstance(event, RunBegan) else 1
+def _why_wrong_slots(event: events.RunBegan | events.SlotsChanged) -> str | None:
+    group = event.settings.get("rollouts_per_prompt", 1) if isinstance(event, events.RunBegan) else 1
     return None if 0 < event.slots <= MOST and type(group) is int and group > 0 else "with a wrong value"
 
 
 _WHY_WRONG: dict[type, Callable[[Any], str | None]] = {  # values of the right type that no fold can work with
-    Updated: _why_wrong_update,
-    RunBegan: _why_wrong_slots,
-    SlotsChanged: _why_wrong_slots,
-    Gate: lambda event: None if event.why in GATES else "with a wrong value",
-    Loaded: lambda event: None if event.first >= 0 and 0 <= event.rollouts <= MOST else "with a wrong value",
-    Streamed: lambda event: None if is_number(event.seconds) else "with seconds that are not a finite number",
+    events.Updated: _why_wrong_update,
+    events.RunBegan: _why_wrong_slots,
+    events.SlotsChanged: _why_wrong_slots,
+    events.Gate: lambda event: None if event.why in events.GATES else "with a wrong value",
+    events.Loaded: lambda event: None if event.first >= 0 and 0 <= event.rollouts <= MOST else "with a wrong value",
+    events.Streamed: lambda event: None if is_number(event.seconds) else "with seconds that are not a finite number",
 }

@@ -57,7 +57,7 @@ class ProcessLock:
                 if _take(self._file, shared=shared):
                     break
                 if not tries_left:
-                    raise HeldByAnother(_holder(self._file))
+                    raise HeldByAnother(holder_of(self._path))
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:
             self.why_not = error.strerror
@@ -83,19 +83,6 @@ class ProcessLock:
 def lock_of_log(log: Path) -> Path:
     """The lock of a process that writes an event log outside of `sortedrl train`."""
     return log.with_name(f".{log.stem}.lock")
-
-
-def holder_of(path: Path) -> str | None:
-    """The process that holds the lock of this file, in words; None if none does or the file system has no locks."""
-    file = _opened(path)
-    if file is None:
-        return None
-    try:
-        return None if _take(file, shared=True) else _holder(file)
-    except OSError:
-        return None
-    finally:
-        os.close(file)
 
 
 def process_is_there(path: Path) -> bool | None:
@@ -153,9 +140,10 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _holder(file: int) -> str:
+def holder_of(path: Path) -> str:
+    """The process that holds the lock of this file, or held it last, in words."""
     try:
-        found = json.loads(os.pread(file, 4096, 0))
+        found = json.loads(path.read_bytes())
         return f"process {found['pid']} on {found['host']}, since {found['since']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
@@ -171,18 +159,17 @@ class FolderInUse(UserError, RuntimeError):
 class FolderLock(ProcessLock):
     """Holds the lock of a folder from construction to `release`.
 
-    `warning` is set where the file system has no locks: the run continues, and nothing keeps a second process out.
+    Where the file system has no locks, a warning is logged and nothing keeps a second process out.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
         try:
             super().__init__(folder / RUN_LOCK)
-        except HeldByAnother as error:
-            raise _in_use(folder, str(error)) from None
-        self.warning = self.why_not and (
-            f"{folder} cannot be locked on this file system ({self.why_not}): "
-            "make sure that no second process writes to it"
-        )
+        except HeldByAnother:
+            raise _in_use(folder) from None
+        if self.why_not:
+            why = f"cannot be locked on this file system ({self.why_not})"
+            log(f"{folder} {why}: make sure that no second process writes to it")
 
 
 @contextmanager
@@ -190,12 +177,10 @@ def locked(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Make a folder that holds several runs, and keep other processes out of it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(folder)
+        lock = FolderLock(folder, log)
     except OSError as error:
         reason = f"the folder cannot be written to ({error.strerror})"
         raise ConfigurationError("out", str(folder), reason, "Name a folder that you may write to.") from None
-    if lock.warning:
-        log(lock.warning)
     try:
         yield
     finally:
@@ -204,13 +189,12 @@ def locked(folder: Path, log: Callable[[str], None]) -> Iterator[None]:
 
 def refuse_if_in_use(folder: Path) -> None:
     """Raise `FolderInUse` where another process holds the lock; takes nothing and writes nothing."""
-    holder = holder_of(folder / RUN_LOCK)
-    if holder is not None:
-        raise _in_use(folder, holder)
+    if process_is_there(folder / RUN_LOCK):
+        raise _in_use(folder)
 
 
-def _in_use(folder: Path, holder: str) -> FolderInUse:
-    return FolderInUse(f"{folder} is in use by {holder}. Wait for it, or stop it")
+def _in_use(folder: Path) -> FolderInUse:
+    return FolderInUse(f"{folder} is in use by {holder_of(folder / RUN_LOCK)}. Wait for it, or stop it")
 
 
 def _forget_in_child() -> None:

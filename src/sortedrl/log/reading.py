@@ -7,10 +7,9 @@ and can be read.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -103,46 +102,26 @@ def _in_order(log: list[Event]) -> list[Event]:
     return log if times == latest else [event._replace(at=at) for event, at in zip(log, latest, strict=True)]
 
 
-def counting_lines(path: Path) -> list[Event | Damage]:
-    """The last run in the log without void events; unreadable lines keep their places."""
-    return last_run(lines_of(path))[0]
-
-
 def last_run(lines: Iterable[Event | Damage]) -> tuple[list[Event | Damage], int]:
-    """What counts of the last run, and how many runs before it are in the log and were not rolled back."""
+    """What counts of the last run, and how many runs before it are in the log and were not rolled back. Unreadable
+    lines keep their places."""
     kept: list[Event | Damage] = []
     earlier_runs = 0
-    void = VoidTime()
+    void_seconds = earliest = 0.0  # no event after a rollback may precede the last one that counts, even by rounding
     for line in lines:
         if isinstance(line, RolledBack):
             del kept[max(0, len(kept) - line.events) :]  # a damaged log may have fewer
-            void = VoidTime.between(kept, line)
+            earliest = next((event.at for event in reversed(kept) if not isinstance(event, Damage)), line.at)
+            void_seconds = max(0.0, line.at - earliest)
             continue
         if isinstance(line, RunBegan) and not all(isinstance(one, Damage) for one in kept):
             kept.clear()
-            void = VoidTime()
+            void_seconds = 0.0
             earlier_runs += 1
-        kept.append(line if isinstance(line, Damage) else void.taken_from(line))
+        if void_seconds and not isinstance(line, Damage):
+            line = line._replace(at=max(earliest, line.at - void_seconds))
+        kept.append(line)
     return kept, earlier_runs
-
-
-class VoidTime(NamedTuple):
-    """Time that a rollback made void: events after the mark are `seconds` late. None of them may precede `earliest`,
-    the last event that counts, not even by rounding."""
-
-    seconds: float = 0.0
-    earliest: float = -math.inf
-
-    @classmethod
-    def between(cls, counted: Sequence[Event | Damage], mark: Event) -> VoidTime:
-        last = next((event for event in reversed(counted) if not isinstance(event, Damage)), mark)
-        return cls(max(0.0, mark.at - last.at), last.at)
-
-    def taken_from(self, event: Event) -> Event:
-        if not self.seconds:
-            return event
-        earlier: Event = tuple.__new__(type(event), (max(self.earliest, event.at - self.seconds), *event[1:]))
-        return earlier
 
 
 def lines_of(path: Path) -> Iterator[Event | Damage]:

@@ -22,7 +22,7 @@ from sortedrl.core.controller import Controller
 from sortedrl.core.events import Event, SettingsChanged, Sink, Updated
 from sortedrl.log.file import EventFile, free_name
 from sortedrl.log.process_lock import lock_of_log, process_is_there
-from sortedrl.log.reading import counting_lines
+from sortedrl.log.reading import last_run, lines_of
 from sortedrl.log.recovery import CheckpointMark, RecoveredLog, recover
 
 _logger = logging.getLogger(__name__)
@@ -130,13 +130,13 @@ def make_room(path: Path) -> None:
 
 def bring_back(path: Path, mark: CheckpointMark) -> None:
     """Make the log of a checkpoint's run the current one, if a later run set it aside."""
-    if path.exists() and mark.fits(counting_lines(path)):
-        return
-    for log in path.parent.glob(f"{path.stem}.earlier-*{path.suffix}"):
-        if mark.fits(counting_lines(log)):
-            if path.exists():
-                path.rename(free_name(path, "earlier"))
-            log.rename(path)
+    logs = [path] if path.exists() else []
+    for log in (*logs, *path.parent.glob(f"{path.stem}.earlier-*{path.suffix}")):
+        if mark.fits(last_run(lines_of(log))[0]):
+            if log != path:
+                if logs:
+                    path.rename(free_name(path, "earlier"))
+                log.rename(path)
             return
 
 

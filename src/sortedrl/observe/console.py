@@ -35,7 +35,7 @@ _FORMATS = {
     "goodput": "{:,.0f} tok/s", "waste": "{:.0%}", "filtered": "{:.0%}", "staleness": "{:.2f}", "mismatch": "{:.1e}",
 }  # fmt: skip
 _PHASE_STYLES = {"harvest": "green", "learner": "magenta", "evaluation": "cyan", "end": "default"}  # others: yellow
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_BLOCKS, _BAR = "▁▂▃▄▅▆▇█", "█░"
 _PLACES = ("waiting", "resumable", "ready")
 _RARE_PLACES = {"queued": "queued in the engine", "environment": "in environments"}  # shown while they are in use
 
@@ -66,13 +66,10 @@ def progress_line(line: dict[str, Any], remaining_seconds: float | None) -> str:
     if line.get("filtered_fraction"):
         parts.append(f"filtered {shown('filtered', line['filtered_fraction'])}")
     if line.get("rejected"):
-        most = _cut(printable(str(line.get("rejected_most", ""))), MAX_REASON)
+        most = printable(str(line.get("rejected_most", "")))
+        most = most if len(most) <= MAX_REASON else f"{most[: MAX_REASON - 3]}..."
         parts.append(f"rejected {line['rejected']}" + (f" ({most})" if most else ""))
     return "  ".join([*parts, f"ETA {'-' if remaining_seconds is None else clock(remaining_seconds)}"])
-
-
-def _cut(text: str, characters: int) -> str:
-    return text if len(text) <= characters else text[: max(0, characters - 3)] + "..."
 
 
 # The panel
@@ -135,7 +132,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _bar(share: float) -> str:
     full = round(min(1.0, share) * BAR_COLUMNS)
-    return "█" * full + "░" * (BAR_COLUMNS - full)
+    return _BAR[0] * full + _BAR[1] * (BAR_COLUMNS - full)
 
 
 # The consoles
@@ -180,9 +177,6 @@ class PlainConsole:
     def __exit__(self, *exc: object) -> None: ...
 
 
-RunConsole = PlainConsole
-
-
 class PanelConsole(PlainConsole):
     """The panel, shown between `__enter__` and `__exit__`; log lines scroll by above it."""
 
@@ -204,7 +198,9 @@ class PanelConsole(PlainConsole):
             self._terminal.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def see(self, event: Event) -> None:
-        self._look_if_due(at_once=type(event) is Phase)
+        if type(event) is Phase:
+            self._due = 0.0
+        self._look_if_due()
 
     def print_update(self, line: dict[str, Any]) -> None:
         """The panel shows it."""
@@ -213,9 +209,8 @@ class PanelConsole(PlainConsole):
         super().evaluating(done, total)
         self._look_if_due()
 
-    def _look_if_due(self, *, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if at_once or now >= self._due:
+    def _look_if_due(self) -> None:
+        if (now := time.monotonic()) >= self._due:
             self.look(now)
 
     def look(self, seen_at: float) -> None:
@@ -251,13 +246,13 @@ class _Lasting(Live):
             super().refresh()
 
 
-def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> RunConsole:
-    """A panel if the stream is a capable terminal, otherwise plain lines.
+def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> PlainConsole:
+    """A panel if the stream is a capable terminal whose encoding has its characters, otherwise plain lines.
 
     `ends_with_reader`: raise `BrokenPipeError` when the reader is gone. A training run continues instead.
     """
     terminal = Terminal(file=stream)
-    if stream.isatty() and not terminal.is_dumb_terminal:
+    if stream.isatty() and not terminal.is_dumb_terminal and _can_write(stream, _BLOCKS + _BAR):
         return PanelConsole(terminal)
 
     def log(line: str) -> None:
@@ -268,3 +263,10 @@ def run_console(stream: TextIO, *, ends_with_reader: bool = True) -> RunConsole:
                 raise
 
     return PlainConsole(log)
+
+
+def _can_write(stream: TextIO, characters: str) -> bool:
+    try:
+        return bool(characters.encode(stream.encoding or "utf-8"))
+    except UnicodeEncodeError:
+        return False

@@ -19,7 +19,7 @@ from sortedrl.core.rejections import Reasons
 from sortedrl.core.rollout import ENVIRONMENT
 from sortedrl.log.reading import SeveralRuns, handlers_of, without_rolled_back
 from sortedrl.observe.run_metrics import RunMetrics, Snapshot
-from sortedrl.observe.tallies import TurnTally, UpdateLengths, rank_correlation, sortedness, units_of
+from sortedrl.observe.tallies import TurnTally, log_lengths, rank_correlation, sortedness
 from sortedrl.observe.uncut_length import Attempts
 from sortedrl.observe.wall_clock import Moment, WallClock
 
@@ -36,23 +36,19 @@ _PART_OF_GATE = {"drain": "drain", "held back": "held_back", "open": "refill"}
 
 
 class Metrics:
-    """The fold. Holds a few numbers per rollout, never tokens.
+    """The fold. Holds a few numbers per rollout, never tokens."""
 
-    `estimates_uncut_length`: False if you pass the uncut length to `run_metrics`, as a simulation does.
-    """
-
-    def __init__(self, *, estimates_uncut_length: bool = True) -> None:
+    def __init__(self) -> None:
         self.mode = ""
         self.slots = 0
         self._began = self._time = 0.0
-        self._moment: Moment | None = None  # of `_time`, once it is needed
         self.phase, self._gate = "", "open"
         self._live: set[int] = set()  # submitted to the engine, in a slot or in its queue
         self._memory_is_short = False  # from a preemption until no slot is empty while requests wait
         self._empty = dict.fromkeys(BUBBLE_PARTS, 0.0)  # slot-seconds
         self._other_phases: defaultdict[str, float] = defaultdict(float)  # slot-seconds of those that are no harvest
         self._harvest_seconds = self._harvest_capacity = 0.0  # the latter in slot-seconds
-        self._moment_offset = (0.0, 0.0)  # of empty slot-time per slot, which a resume with other slots does not change
+        self._empty_of_a_slot = self._in_environments = 0.0  # mean seconds: of environments, and all others
         self._harvest_marks: list[tuple[float, float]] = []  # (all, empty) slot-seconds of harvests at each start
         self._in_slot: set[int] = set()
         self._have_tokens, self._ready = set[int](), set[int]()  # untrained rollouts: all with tokens; scored ones
@@ -64,13 +60,13 @@ class Metrics:
         self._staleness: Counter[int] = Counter()
         self._segments: Counter[int] = Counter()
         self._loaded = self._next_update = 0  # rollouts and updates before these were seen, or are lost
-        self._updates: list[UpdateLengths] = []
+        self._updates: list[list[list[float]]] = []  # log lengths, by unit
         self._reward_sum = self._streamed_seconds = 0.0
         self._streamed: set[int] = set()  # rollouts, for the coming update
         self._trained_streamed = self._steps_of_requests = 0
         self._longest_wait = self._oldest_skipped = 0
         self._expected_lengths, self._real_lengths = array("d"), array("d")
-        self._attempts = Attempts() if estimates_uncut_length else None
+        self._attempts = Attempts()
         self._reasons, self._filtered_reasons = Reasons(), Counter[str]()  # of rejections; filtered rollouts
         self._wall_clock = WallClock()
         self._turns = TurnTally()
@@ -99,52 +95,42 @@ class Metrics:
 
     def _pass_time(self, at: float) -> None:
         seconds = at - self._time
-        self._time, self._moment = at, None
+        self._time = at
         if self.phase != HARVEST:
             self._other_phases[self.phase] += self.slots * seconds
             return
         self._harvest_seconds += seconds
         self._harvest_capacity += self.slots * seconds
-        submitted, running = min(self.slots, len(self._live)), len(self._in_slot)
-        if submitted > running:
-            part = "kv_limited" if self._memory_is_short else "queued"
-            self._empty[part] += (submitted - running) * seconds
-        if submitted < self.slots:
-            free = self.slots - submitted
-            if self._turns.in_use and self._gate != "open":
-                in_environment = min(free, self._turns.in_environment)
-                self._empty["environment"] += in_environment * seconds
-                free -= in_environment
-            self._empty[_PART_OF_GATE[self._gate]] += free * seconds
+        submitted, in_environment = min(self.slots, len(self._live)), 0
+        queued, free = max(0, submitted - len(self._in_slot)), self.slots - submitted
+        if not queued and not free:
+            return
+        if self._turns.in_use and self._gate != "open":
+            in_environment = min(free, len(self._turns.since))
+            self._empty["environment"] += in_environment * seconds
+            self._in_environments += in_environment / self.slots * seconds
+        self._empty["kv_limited" if self._memory_is_short else "queued"] += queued * seconds
+        self._empty[_PART_OF_GATE[self._gate]] += (free - in_environment) * seconds
+        self._empty_of_a_slot += (queued + free - in_environment) / self.slots * seconds
 
     def _now(self) -> Moment:
-        if self._moment is None:
-            of_a_slot, in_environments = 1 / (self.slots or 1), self._empty["environment"]
-            empty = of_a_slot * (sum(self._empty.values()) - in_environments)
-            before, before_in_environments = self._moment_offset
-            self._moment = Moment(self._time, before + empty, before_in_environments + of_a_slot * in_environments)
-        return self._moment
+        return Moment(self._time, self._empty_of_a_slot, self._in_environments)
 
     def _on_run_began(self, event: events.RunBegan) -> None:
         if self.slots:
             raise SeveralRuns("a second run starts in the same event log: give each run an EventLog of its own")
         self.mode, self.slots = event.mode, event.slots
         self._began = self._time = event.at
-        self._moment = None
         self._wall_clock.begin(self._now())
         self.phase = "start"
-        self._rollouts_per_prompt = event.settings.get("rollouts_per_prompt", 1)
+        self._rollouts_per_prompt = self._attempts.group_size = event.settings.get("rollouts_per_prompt", 1)
         self._trains_whole_groups = event.settings.get("whole_groups", False)
         self._keeps_seeds = event.settings.get("keep_seed", False)
         self._overlaps = event.settings.get("overlap", False)
 
     def _on_slots_changed(self, event: events.SlotsChanged) -> None:
-        if not self.slots:  # the events before the resume are missing
-            return
-        before = self._now()
-        self.slots, self._moment, self._moment_offset = event.slots, None, (0.0, 0.0)
-        after, self._moment = self._now(), None
-        self._moment_offset = before.empty - after.empty, before.in_environments - after.in_environments
+        if self.slots:  # else the events before the resume are missing
+            self.slots = event.slots
 
     def _on_phase(self, event: events.Phase) -> None:
         self.phase = event.phase
@@ -208,9 +194,8 @@ class Metrics:
         if not self._leave_engine(rollout, event.made) and not self._turns.leave(rollout, event.at):
             return
         self._count["truncated"] += event.truncated
-        if self._attempts is not None:
-            sampled = event.length - self._turns.tokens_of(rollout)
-            self._attempts.ended(rollout, self._group_of(rollout), sampled, finished=True)
+        sampled = event.length - self._turns.tokens_of(rollout)
+        self._attempts.ended(rollout, sampled, finished=True)
         self._wall_clock.finish(rollout, self._now())
 
     def _on_aborted(self, event: events.Aborted) -> None:
@@ -242,8 +227,7 @@ class Metrics:
         self._reasons.add(event.reason)
         self._wall_clock.forget(event.rollout)
         self._turns.drop(event.rollout, event.at)
-        if self._attempts is not None:
-            self._attempts.forget(event.rollout)
+        self._attempts.forget(event.rollout)
         self._first_expected.pop(event.rollout, None)
         self._leave((event.rollout,))
 
@@ -260,16 +244,14 @@ class Metrics:
         for rollout in event.rollouts:
             self._first_expected.pop(rollout, None)
             self._turns.drop(rollout, event.at)
-            if self._attempts is not None:
-                self._attempts.trained(rollout, self._group_of(rollout), event.tokens // len(event.rollouts))
+            self._attempts.trained(rollout, event.tokens // len(event.rollouts))
 
     def _drop(self, rollout: int, dropped: int) -> None:
         if dropped:
             self._count["dropped_tokens"] += dropped
             self._have_tokens.discard(rollout)
             self._turns.drop(rollout, self._time)
-            if self._attempts is not None:
-                self._attempts.dropped(rollout, self._group_of(rollout), dropped)
+            self._attempts.dropped(rollout, dropped)
 
     def _leave_engine(self, rollout: int, made: int) -> bool:
         """Whether it was there."""
@@ -310,7 +292,7 @@ class Metrics:
         self._streamed.clear()
         self._wall_clock.update(self._now())
         group = self._rollouts_per_prompt if self._trains_whole_groups else 1
-        self._updates.append(UpdateLengths.of(units_of(event, group)))
+        self._updates.append(log_lengths(event, group))
         lengths = self._turns.train(event)
         self._count["trained"] += len(event.rollouts)
         self._count["trained_tokens"] += sum(lengths)
@@ -330,16 +312,11 @@ class Metrics:
             if expected is not None:
                 self._expected_lengths.append(expected)
                 self._real_lengths.append(length)
-            if self._attempts is not None:
-                self._attempts.trained(rollout, self._group_of(rollout), length)
+            self._attempts.trained(rollout, length)
 
     def _on_published(self, event: events.Published) -> None:
         self._wall_clock.publish(self._now())
         self.published = self._next_update
-
-    def _group_of(self, rollout: int) -> int:
-        """Rollouts of one prompt have consecutive numbers."""
-        return rollout // self._rollouts_per_prompt
 
     # The metrics
 
@@ -441,8 +418,6 @@ class Metrics:
 
     def _uncut_mean_length(self) -> float | None:
         """None with `keep_seed`: regenerating then repeats the same attempt, which carries no new information."""
-        if self._attempts is None:
-            raise ValueError("these metrics do not estimate the uncut length: pass it to run_metrics")
         return None if self._keeps_seeds and self._attempts.was_any_cut else self._attempts.mean_if_uncut()
 
 

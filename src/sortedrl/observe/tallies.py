@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from operator import mul
-from typing import NamedTuple
+from itertools import chain
+from statistics import StatisticsError, correlation, fmean
 
 from sortedrl.core import events
 from sortedrl.core.rollout import ENVIRONMENT
@@ -25,10 +25,6 @@ class TurnTally:
         self.since: dict[int, float] = {}  # by rollout in its environment
         self._tokens: dict[int, int] = {}  # of the environment, by rollout
         self._unseen: dict[int, int] = {}  # of them, those that the engine has not prefilled yet
-
-    @property
-    def in_environment(self) -> int:
-        return len(self.since)
 
     def seconds_at(self, now: float) -> float:
         return self.seconds + sum(now - since for since in self.since.values())
@@ -81,56 +77,31 @@ class TurnTally:
 
 def rank_correlation(first: Iterable[float], second: Iterable[float]) -> float | None:
     """Spearman's rank correlation, ties at their mean rank; None if one side is constant."""
-    a, b = _ranks(list(first)), _ranks(list(second))
-    if len(a) < 2:
+    try:
+        return correlation(_ranks(list(first)), _ranks(list(second)))
+    except StatisticsError:
         return None
-    covariance = sum(map(mul, a, b))
-    spread = math.sqrt(sum(map(mul, a, a)) * sum(map(mul, b, b)))
-    return covariance / spread if spread else None
 
 
 def _ranks(values: list[float]) -> list[float]:
-    """The rank of each value, minus the mean rank."""
     rank_of: dict[float, float] = {}
     below = 0
     for value, count in sorted(Counter(values).items()):
-        rank_of[value] = below + (count - 1) / 2 - (len(values) - 1) / 2
+        rank_of[value] = below + (count - 1) / 2
         below += count
     return [rank_of[value] for value in values]
 
 
-class UpdateLengths(NamedTuple):
-    """Sums over the log lengths of one update. A unit is trained on as a whole: a rollout, or a group."""
-
-    rollouts: int
-    units: int
-    total: float
-    squares: float
-    unit_squares: float  # sum over units of size x mean squared
-
-    @classmethod
-    def of(cls, units: Iterable[Sequence[int]]) -> UpdateLengths:
-        logs = [[math.log(max(1, length)) for length in unit] for unit in units]
-        return cls(
-            rollouts=sum(map(len, logs)),
-            units=len(logs),
-            total=sum(map(sum, logs)),
-            squares=sum(x * x for unit in logs for x in unit),
-            unit_squares=sum(sum(unit) ** 2 / len(unit) for unit in logs),
-        )
-
-
-def units_of(event: events.Updated, group: int) -> Iterable[Sequence[int]]:
-    """The lengths of an update, by unit: a rollout, or a whole group. Its rollouts have consecutive numbers."""
-    if group == 1:
-        return [(length,) for length in event.lengths]
-    groups: defaultdict[int, list[int]] = defaultdict(list)
+def log_lengths(event: events.Updated, group: int) -> list[list[float]]:
+    """Of an update, by unit: what is trained on as a whole, a rollout or a group. Rollouts of a group have consecutive
+    numbers."""
+    units: defaultdict[int, list[float]] = defaultdict(list)
     for rollout, length in zip(event.rollouts, event.lengths, strict=True):
-        groups[rollout // group].append(length)
-    return groups.values()
+        units[rollout // group].append(math.log(max(1, length)))
+    return list(units.values())
 
 
-def sortedness(updates: Sequence[UpdateLengths]) -> float | None:
+def sortedness(updates: Sequence[Sequence[Sequence[float]]]) -> float | None:
     """1 minus the ratio of the variance of log length within updates to its expected value with random updates.
 
     Randomly assigning units to updates of the same sizes leaves (units - updates) / (units - 1) of the variance between
@@ -138,12 +109,14 @@ def sortedness(updates: Sequence[UpdateLengths]) -> float | None:
     (units of one size), and a single result may be below 0. None if each update is one unit: every order would score
     the same.
     """
-    units = sum(u.units for u in updates)
-    if units < 2 or units == len(updates):
+    units = [unit for update in updates for unit in update]
+    if len(units) < 2 or len(units) == len(updates):
         return None
-    rollouts, total = sum(u.rollouts for u in updates), sum(u.total for u in updates)
-    squares, unit_squares = sum(u.squares for u in updates), sum(u.unit_squares for u in updates)
-    within = sum(u.squares - u.total * u.total / u.rollouts for u in updates)
-    between_units = unit_squares - total * total / rollouts
-    at_random = squares - unit_squares + between_units * (units - len(updates)) / (units - 1)
-    return 1 - within / at_random if at_random > 1e-9 else 0.0
+    mean = fmean(chain.from_iterable(units))
+    whole = sum((x - mean) ** 2 for unit in units for x in unit)
+    between_units, between_updates = (
+        sum(len(part) * (fmean(part) - mean) ** 2 for part in parts)
+        for parts in (units, [list(chain.from_iterable(update)) for update in updates])
+    )
+    at_random = whole - between_units + between_units * (len(units) - len(updates)) / (len(units) - 1)
+    return 1 - (whole - between_updates) / at_random if at_random > 1e-9 else 0.0

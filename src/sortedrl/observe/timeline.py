@@ -185,10 +185,7 @@ class _Timeline:
 
     def _count_made(self, rollout: int, since_submit: int) -> None:
         """The log counts tokens since submit, so subtract those of earlier slices."""
-        stays = self._since_submit.get(rollout, [])
-        if len(stays) == 1:
-            stays[0].made = since_submit
-        elif stays:
+        if stays := self._since_submit.get(rollout):
             stays[-1].made += since_submit - sum([stay.made for stay in stays])
 
     # Outcomes of the tokens

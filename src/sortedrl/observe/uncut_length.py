@@ -27,9 +27,11 @@ LEAST_CHANCE = 1e-6
 
 
 class Attempts:
-    """All attempts of a run. Feed it every attempt that ended and every rollout that was trained on."""
+    """All attempts of a run. Feed it every attempt that ended and every rollout that was trained on. Rollouts of a
+    group have consecutive numbers."""
 
     def __init__(self) -> None:
+        self.group_size = 1
         self._ended: list[tuple[int, int, bool]] = []  # group, length, and whether it finished
         self._first: dict[int, tuple[int, bool]] = {}  # untrained rollouts: first attempt's length, and was it finished
         self._complete: set[int] = set()  # untrained rollouts whose present attempt has finished
@@ -37,27 +39,27 @@ class Attempts:
         self._finished_tokens = 0  # of first attempts of trained rollouts
         self._cut: list[tuple[int, int]] = []  # group and length of the other trained rollouts' first attempts
 
-    def ended(self, rollout: int, group: int, length: int, *, finished: bool) -> None:
-        self._ended.append((group, length, finished))
+    def ended(self, rollout: int, length: int, *, finished: bool) -> None:
+        self._ended.append((rollout // self.group_size, length, finished))
         self._first.setdefault(rollout, (length, finished))
         if finished:
             self._complete.add(rollout)
 
-    def dropped(self, rollout: int, group: int, length: int) -> None:
+    def dropped(self, rollout: int, length: int) -> None:
         """Its tokens were discarded: its attempt was cut, unless it had finished."""
         if rollout in self._complete:
             self._complete.remove(rollout)
         else:
-            self.ended(rollout, group, length, finished=False)
+            self.ended(rollout, length, finished=False)
 
-    def trained(self, rollout: int, group: int, length: int) -> None:
+    def trained(self, rollout: int, length: int) -> None:
         self._complete.discard(rollout)
         first, finished = self._first.pop(rollout, (length, True))
         self._trained += 1
         if finished:
             self._finished_tokens += first
         else:
-            self._cut.append((group, first))
+            self._cut.append((rollout // self.group_size, first))
 
     def forget(self, rollout: int) -> None:
         """Forget a rejected rollout."""

@@ -19,7 +19,7 @@ from sortedrl.core.events import Phase, Updated
 from sortedrl.log.paused_gc import paused_gc
 from sortedrl.log.process_lock import RUN_LOCK, lock_of_log, process_is_there
 from sortedrl.log.reading import IntactLog, read_intact
-from sortedrl.observe.console import PlainConsole, RunConsole
+from sortedrl.observe.console import PlainConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_update, metrics_lines, read_object, text_lines
 from sortedrl.observe.wall_clock import bottleneck_line
@@ -54,7 +54,7 @@ def newest_run(runs: Path) -> Path:
     return min(folders, key=_silence_of)
 
 
-def follow(folder: Path, console: RunConsole, stopped_after_seconds: float = STOPPED_AFTER_SECONDS) -> Watched:
+def follow(folder: Path, console: PlainConsole, stopped_after_seconds: float = STOPPED_AFTER_SECONDS) -> Watched:
     """Show the run until it ends or has probably been killed."""
     follower = Follower(folder, console, stopped_after_seconds)
     while True:
@@ -110,7 +110,9 @@ def _result(summary: dict[str, Any]) -> str:
 class Follower:
     """Feeds a console from a run folder."""
 
-    def __init__(self, folder: Path, console: RunConsole, stopped_after_seconds: float = STOPPED_AFTER_SECONDS) -> None:
+    def __init__(
+        self, folder: Path, console: PlainConsole, stopped_after_seconds: float = STOPPED_AFTER_SECONDS
+    ) -> None:
         self._folder = folder
         self._stopped_after_seconds = stopped_after_seconds
         self._console = console

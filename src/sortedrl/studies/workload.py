@@ -201,7 +201,7 @@ class ControllerRun:
     """A controller with its engines, and the learner's part of the loop."""
 
     def __init__(self, workload: Workload, schedule: Schedule, sinks: Sequence[Sink], max_updates: int | None) -> None:
-        self._metrics, self._uncut = Metrics(estimates_uncut_length=False), UncutLengths(workload, schedule)
+        self._metrics, self._uncut = Metrics(), UncutLengths(workload, schedule)
         self.engine, self._streamed_tokens = simulated_engine(workload), 0  # of the coming update
         strategy = strategy_named(schedule.mode)
         wants_stream = workload.stream or (workload.separate_learner and not schedule.overlap)

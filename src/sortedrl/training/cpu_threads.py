@@ -24,9 +24,5 @@ def threads_for(parameters: int, cores: int, busy: float) -> int:
 
 
 def threads_here(parameters: int) -> int:
-    return threads_for(parameters, len(os.sched_getaffinity(0)), busy_fraction())
-
-
-def busy_fraction() -> float:
-    """Of the machine's cores, by the load of the last minute."""
-    return min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    busy = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # of the machine's cores, in the last minute
+    return threads_for(parameters, len(os.sched_getaffinity(0)), busy)

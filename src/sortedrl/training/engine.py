@@ -1,7 +1,9 @@
 """The engine of a run, an evaluation or a measurement, from the settings. engines/registry.py builds it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import Engine, EngineBase, EngineSpec, ForwardingEngine
@@ -13,6 +15,9 @@ from sortedrl.models import model_named
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.training.settings import ModelSettings, TrainSettings
 
+if TYPE_CHECKING:
+    from sortedrl.training.resources import Resources
+
 COMMON_VOCABULARY = 46  # ids that any model has, the built-in one too: a server may crash on others
 PROBES = 4  # at least: prompts whose continuations show after each weight update whether engine and learner agree
 PROBE_TOKENS = 16
@@ -20,26 +25,19 @@ PROBE_CONTEXT = 1024  # tokens: of a longer prompt the start
 
 
 def engine_of(
-    settings: ModelSettings,
-    module: Any,
-    tokenizer: Any,
-    eos_token_ids: frozenset[int],
-    *,
-    dtype: str,
-    seed: int | None = None,
-    beside_learner: bool = False,
+    settings: ModelSettings, resources: Resources, module: Any, *, seed: int | None = None, beside_learner: bool = False
 ) -> EngineBase:
     """The engine that the settings ask for. `module` is what the embedded one decodes with."""
     spec = EngineSpec(
         model=model_named(settings.model, settings.task),
         slots=settings.slots,
         max_length=settings.longest_context(),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=resources.eos_token_ids,
         module=module,
-        tokenizer=tokenizer,
+        tokenizer=resources.tokenizer,
         vocabulary=int(module.config.get_text_config().vocab_size),
         urls=settings.engine_urls,
-        dtype=dtype,
+        dtype=str(module.dtype).removeprefix("torch."),
         seed=seed,
         beside_learner=beside_learner,
         options=settings.resolved_engine_options(),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,43 +18,42 @@ from sortedrl.engines.generate import Response, generate
 from sortedrl.engines.registry import SERVERS
 from sortedrl.learner.models import response_logprobs
 from sortedrl.observe.console import Log
+from sortedrl.settings.schedule import schedule_from
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, mean_parts, pass_at_k
 from sortedrl.tasks.task import Reward
-from sortedrl.training.build import dtype_of, set_threads
+from sortedrl.training.build import set_threads
 from sortedrl.training.engine import checked_engine, engine_of
 from sortedrl.training.resources import read_resources
-from sortedrl.training.rewards import Rewards
-from sortedrl.training.settings import EvalSettings, limits_of
+from sortedrl.training.rewards import Rewards, RewardSource
+from sortedrl.training.settings import EvalSettings, ModelSettings
 
 SECONDS_BETWEEN_LOOKS = 0.25  # an interrupt must not wait for a score
+EVALUATED = "a response of the evaluation"
 EVALUATION_WORTH = 64  # `sortedrl eval` stops if a reward function fails on this many responses and scores none
 
 
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    scorer: Scorer,
-    *,
-    samples: int,
-    limits: Schedule,
-    sampling: Sampling,
-    seed: int,
-    environments: Environments | None = None,
+    rewards: RewardSource,
+    settings: ModelSettings,
+    watch: RejectionWatch,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    watch: RejectionWatch | None = None,
 ) -> Evaluation:
     """Samples every problem, with the same noise at every call: two evaluations can be paired.
 
     A response without a score counts as wrong, one that the engine could not generate too. `watch` counts both, and
     raises if they are too many.
     """
+    samples, seed = settings.eval_samples, settings.eval_seed
     rollouts = {
         i * samples + j: Rollout(i * samples + j, prompt, j, 0, derive_seed(seed, i, j), 0)
         for i, prompt in enumerate(prompts)
         for j in range(samples)
     }
-    watch = watch or RejectionWatch(EVALUATION_WORTH)
-    found = _Run(engine, rollouts, scorer, environments, limits, sampling, watch, on_progress).scores()
+    sampling = Sampling(temperature=settings.temperature)
+    limits = schedule_from(settings, max_prompt_tokens=None, max_context_tokens=settings.longest_context())
+    found = _Run(engine, rollouts, *rewards, limits, sampling, watch, on_progress).scores()
     correct = tuple(
         tuple(i * samples + j in found and found[i * samples + j].correct for j in range(samples))
         for i in range(len(prompts))
@@ -134,7 +133,7 @@ class _Run:
         if self.environments is not None:
             self.environments.cancel(rollout.id)
         self._count_end()
-        self._count_rejected(reason)
+        self.watch.count_rejected(reason, EVALUATED)
 
     def _end_to_score(self, rollout: Rollout, limit: str) -> None:
         rollout.truncated, rollout.ended_by = bool(limit), limit
@@ -145,16 +144,13 @@ class _Run:
     def _collect(self) -> None:
         for scored in self.scorer.collect():
             if scored.reward is None:
-                self._count_rejected(scored.error or "no reward")
+                self.watch.count_rejected(scored.error or "no reward", EVALUATED)
             else:
                 self._add(scored.rollout_id, scored.reward, scored.detail)
 
     def _add(self, rollout_id: int, reward: float, detail: Any) -> None:
         self.watch.count_scored()
         self.found[rollout_id] = Reward(reward, **detail)
-
-    def _count_rejected(self, reason: str) -> None:
-        self.watch.count_rejected(reason, "a response of the evaluation")
 
     def _count_end(self) -> None:
         self.ended += 1
@@ -178,37 +174,19 @@ def evaluate_model(
     """The command `sortedrl eval`."""
     resources = read_resources(settings, log)
     set_threads(settings, resources.model)
-    rewards = Rewards(settings, resources)
     held_out = resources.held_out[: settings.eval_problems]
-    with ExitStack() as to_close:
-        to_close.enter_context(closing(rewards))
+    with (
+        Rewards(settings, resources) as rewards,
+        closing(engine_of(settings, resources, resources.model)) as engine,
+    ):
         source = rewards.source()
-        engine = engine_of(
-            settings,
-            resources.model,
-            resources.tokenizer,
-            resources.eos_token_ids,
-            dtype=str(dtype_of(settings)).removeprefix("torch."),
-        )
-        to_close.enter_context(closing(engine))
         if settings.engine in SERVERS:  # a server may hold other weights
             engine = checked_engine(engine, settings, held_out, partial(response_logprobs, resources.model))
             engine.update_weights(resources.model.state_dict(), 0)
         rewards.require_ready()
         watch = RejectionWatch(EVALUATION_WORTH, log=log)
         began = time.perf_counter()
-        found = evaluate(
-            engine,
-            held_out,
-            source.scorer,
-            environments=source.environments,
-            samples=settings.eval_samples,
-            limits=limits_of(settings),
-            sampling=Sampling(temperature=settings.temperature),
-            seed=settings.eval_seed,
-            on_progress=on_progress,
-            watch=watch,
-        )
+        found = evaluate(engine, held_out, source, settings, watch, on_progress)
     watch.require_some_scored()
     if notice := unscored_notice(watch):
         log(notice)

@@ -245,11 +245,9 @@ def why_other_problems(saved: Checkpoint, train: Sequence[Prompt], held_out: Seq
         return f"the task has {counted(len(train), 'problem')} to train on, but had {before} when the run started"
     if [prompt.id for prompt in held_out] != saved.notes["before_ids"]:
         return "the task's held-out problems are not those of the run's first evaluation"
-    saved_digests = saved.notes["problems"]
-    return _changed(train, saved_digests["train"], "problems to train on") or _changed(
-        held_out, saved_digests["held_out"], "held-out problems"
+    parts = ("train", train, "problems to train on"), ("held_out", held_out, "held-out problems")
+    reasons = (
+        why_changed([prompt.id for prompt in prompts], problem_digests(prompts), saved.notes["problems"][part], what)
+        for part, prompts, what in parts
     )
-
-
-def _changed(prompts: Sequence[Prompt], before: str, what: str) -> str | None:
-    return why_changed([prompt.id for prompt in prompts], problem_digests(prompts), before, what)
+    return next(filter(None, reasons), None)

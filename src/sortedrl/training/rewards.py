@@ -4,8 +4,8 @@ A task has a reward function, or environments that answer the turns of a rollout
 """
 
 from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple, TypeVar
+from contextlib import ExitStack, closing
+from typing import Literal, NamedTuple
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Rollout
@@ -26,9 +26,6 @@ from sortedrl.training.resources import Resources
 from sortedrl.training.settings import ModelSettings, cannot_be_sent
 
 Scoring = Literal["at-once", "background"]
-
-
-C = TypeVar("C", ServedEnvironments, WorkerHosts, WorkerPool, LocalHost, BackgroundScorer)
 THREADS = 4  # for rewards in this process
 
 
@@ -39,39 +36,38 @@ class RewardSource(NamedTuple):
     environments: Environments | None = None
 
 
-class Rewards:
+class Rewards(ExitStack):
     """Those of built-in tasks run in this process; those of an import path in `reward_workers` processes, so that
-    nothing that they do can end or block the run."""
+    nothing that they do can end or block the run. `close` ends scorers before the processes that score."""
 
     def __init__(self, settings: ModelSettings, resources: Resources, scoring: Scoring | None = None) -> None:
+        super().__init__()
         built_in = is_built_in(settings.task) and BUILT_IN_TOOLS.keys() >= set(settings.tools)
         self._settings = settings
         self._resources = resources
         self._scoring = scoring or ("at-once" if built_in else "background")
-        self._to_close = ExitStack()
         self._pool: WorkerPool | None = None
         self._hosts: list[WorkerHosts] = []
         self._served: ServedEnvironments | None = None
         task, workers, limit_seconds = resources.task, settings.reward_workers, settings.score_limit_seconds
         if isinstance(task, ServedTask):
             eos_token_ids, workers = resources.eos_token_ids, max(workers, 1)
-            options: dict[str, Any] = {"eos_token_ids": eos_token_ids, "workers": workers}
-            self._served = self._opened(task.serve(resources.tokenizer, **options, limit_seconds=limit_seconds))
+            served = task.serve(
+                resources.tokenizer, eos_token_ids=eos_token_ids, workers=workers, limit_seconds=limit_seconds
+            )
+            self._served = self.enter_context(closing(served))
             return
         try:
             if isinstance(task, EnvironmentTask):
                 count = 2 if self._scoring == "background" and workers else 0  # for training and for evaluation
                 hosts = (WorkerHosts(task, workers=workers, limit_seconds=limit_seconds) for _ in range(count))
-                self._hosts = [self._opened(host) for host in hosts]
+                self._hosts = [self.enter_context(closing(host)) for host in hosts]
             elif not built_in and workers:
-                self._pool = self._opened(reward_workers(task, workers=workers, limit_seconds=limit_seconds))
+                pool = reward_workers(task, workers=workers, limit_seconds=limit_seconds)
+                self._pool = self.enter_context(closing(pool))
                 self._pool.start()
         except ValueError as error:
             raise cannot_be_sent(settings, error) from None
-
-    def _opened(self, part: C) -> C:
-        self._to_close.callback(part.close)
-        return part
 
     def require_ready(self) -> None:
         """Wait for the first worker: a module that cannot be imported there is an error before the run."""
@@ -104,20 +100,18 @@ class Rewards:
     def _host(self, task: EnvironmentTask) -> Host:
         if self._hosts:
             return self._hosts.pop()
-        return self._opened(LocalHost(task.environment, limit_seconds=self._settings.score_limit_seconds))
+        host = LocalHost(task.environment, limit_seconds=self._settings.score_limit_seconds)
+        return self.enter_context(closing(host))
 
     def _scorer(self, task: Task) -> Scorer:
         score = reward_function(task, self._resources.tokenizer, pool=self._pool)
         if self._scoring == "at-once":
             return DirectScorer(score)
         if self._pool is not None:  # it has a time limit of its own
-            return self._opened(BackgroundScorer(score, threads=self._settings.reward_workers, limit_seconds=None))
-        limit_seconds = self._settings.score_limit_seconds
-        return self._opened(BackgroundScorer(score, threads=THREADS, limit_seconds=limit_seconds))
-
-    def close(self) -> None:
-        """What was opened last is closed first: scorers before the processes that score."""
-        self._to_close.close()
+            scorer = BackgroundScorer(score, threads=self._settings.reward_workers, limit_seconds=None)
+        else:
+            scorer = BackgroundScorer(score, threads=THREADS, limit_seconds=self._settings.score_limit_seconds)
+        return self.enter_context(closing(scorer))
 
 
 POOL = 256  # recent rewards to draw from

@@ -64,7 +64,6 @@ class RunFolder:
         """The folder that the settings name, not made yet."""
         path = settings.out or _next_free(_default_path(settings))
         if path.exists():
-            refuse_if_in_use(path)
             raise _exists_already(path)
         return cls(path)
 
@@ -76,7 +75,6 @@ class RunFolder:
                 break
             except FileExistsError:  # made by another process since `unused`
                 if settings.out is not None:
-                    refuse_if_in_use(self.path)
                     raise _exists_already(self.path) from None
                 self.path = _next_free(self.path)
             except OSError as error:
@@ -96,11 +94,9 @@ class RunFolder:
 
     def _take_lock(self, log: Log) -> None:
         try:
-            self._lock = FolderLock(self.path)
+            self._lock = FolderLock(self.path, log)
         except OSError as error:
             raise RunFolderError(f"run folder {self.path} cannot be written to: {error.strerror}") from error
-        if self._lock.warning:
-            log(self._lock.warning)
 
     def require_in_place(self) -> None:
         """Writes to a removed folder are lost, so the run stops."""
@@ -150,32 +146,19 @@ class RunFolder:
         if self._lock is not None:
             self._lock.release()
 
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        """The lines that can be read."""
-        return [line for line in map(_line_or_none, text_lines(self.path / name)) if line is not None]
-
-    def drop_lines_after(self, name: str, update: int, log: Log) -> None:
-        """Drop lines after `update`, and lines that cannot be read."""
+    def keep_lines(self, name: str, wanted: Callable[[dict[str, Any]], bool], log: Log) -> list[dict[str, Any]]:
+        """Drop the lines that are not wanted, and lines that cannot be read. Returns the others."""
+        if file := self._files.pop(name, None):
+            file.close()
         path = self.path / name
         cut_torn_line(path)
-        texts = text_lines(path)
-        if not texts:
-            return
-        found = [(text, _line_or_none(text)) for text in texts]
-        unreadable = sum(line is None for _, line in found)
-        if unreadable:
+        found = [(text, _line_or_none(text)) for text in text_lines(path)]
+        if unreadable := sum(line is None for _, line in found):
             log(f"{path}: left out {counted(unreadable, 'unreadable line')}")
-        self._replace(name, "".join(f"{text}\n" for text, line in found if line and line["update"] <= update))
-
-    def drop_evaluation(self, update: int) -> None:
-        """Drop the held-out score after `update`: a run that is resumed after its last update is evaluated again."""
-        lines = self.lines("metrics.jsonl")
-        kept = [line for line in lines if line["update"] != update or "held_out" not in line]
-        if len(kept) == len(lines):
-            return
-        if file := self._files.pop("metrics.jsonl", None):
-            file.close()
-        self._replace("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in kept))
+        kept = [(text, line) for text, line in found if line and wanted(line)]
+        if len(kept) < len(found):
+            self._replace(name, "".join(f"{text}\n" for text, _ in kept))
+        return [line for _, line in kept]
 
     def _replace(self, name: str, text: str) -> None:
         """Replaces the file in one step: a crash leaves the old or the new file."""
@@ -234,6 +217,7 @@ def _next_free(path: Path) -> Path:
 
 
 def _exists_already(path: Path) -> ConfigurationError:
+    refuse_if_in_use(path)
     reason, fix = "something has this name, and a run makes its own folder", "Name a folder that does not exist yet."
     if (path / "checkpoints").is_dir():
         reason = "this run folder already exists, and runs are never overwritten"

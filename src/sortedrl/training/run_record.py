@@ -13,7 +13,7 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.wording import counted
 from sortedrl.log.file import Batched, EventFile
 from sortedrl.log.recorder import Recorder
-from sortedrl.observe.console import RunConsole
+from sortedrl.observe.console import PlainConsole
 from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_state import is_metrics_line
 from sortedrl.observe.trackers import Trackers
@@ -28,7 +28,7 @@ class RunRecord:
     after `record`, the run folder."""
 
     def __init__(
-        self, folder: RunFolder, console: RunConsole, tokenizer: PreTrainedTokenizerBase, *, rollouts_per_update: int
+        self, folder: RunFolder, console: PlainConsole, tokenizer: PreTrainedTokenizerBase, *, rollouts_per_update: int
     ) -> None:
         self._folder = folder
         self._console = console
@@ -41,9 +41,6 @@ class RunRecord:
         self._batched = Batched(self.metrics)
         self.log = EventLog(self._batched)
         self.trackers = Trackers(console.log)
-
-    def close(self) -> None:
-        self.trackers.close()
 
     def flush(self) -> None:
         """Pass on all waiting events."""
@@ -76,12 +73,18 @@ class RunRecord:
 
     def roll_back(self, updates: int, seconds: float) -> None:
         """Go back to a checkpoint after `updates` updates, `seconds` after the start: later lines are dropped."""
-        for name in ("metrics.jsonl", "rollouts.jsonl"):
-            self._folder.drop_lines_after(name, updates, self._console.log)
+        for name in ("rollouts.jsonl", "metrics.jsonl"):
+            kept = self._folder.keep_lines(name, lambda line: line["update"] <= updates, self._console.log)
         self._console.state.resumed(updates)
-        for line in filter(is_metrics_line, self._folder.lines("metrics.jsonl")):
+        for line in filter(is_metrics_line, kept):
             self._console.line(line, old=True)
         self._seconds_before = seconds
+
+    def drop_evaluation(self, update: int) -> None:
+        """Drop the held-out score after `update`: a run that is resumed after its last update is evaluated again."""
+        self._folder.keep_lines(
+            "metrics.jsonl", lambda line: line["update"] != update or "held_out" not in line, self._console.log
+        )
 
     # Lines
 

@@ -235,11 +235,6 @@ def cannot_be_sent(settings: ModelSettings, error: ValueError) -> ConfigurationE
     return ConfigurationError("task", settings.task, f"the task {error}", fix)
 
 
-def limits_of(settings: ModelSettings) -> Schedule:
-    """The limits of a response, for an evaluation."""
-    return schedule_from(settings, max_prompt_tokens=None, max_context_tokens=settings.longest_context())
-
-
 def schedule_of(settings: TrainSettings) -> Schedule:
     return schedule_from(
         settings,
@@ -281,6 +276,7 @@ def _check_streaming(settings: TrainSettings) -> None:
 def _check_shared_gpu(settings: TrainSettings) -> None:
     if settings.stream_sms is None:
         return
+    strategy = strategy_named(settings.mode)
     needs = {
         "stream = true": settings.stream,
         "--engine vllm, which runs in this process beside a learner's model of its own": settings.engine == "vllm",
@@ -289,18 +285,13 @@ def _check_shared_gpu(settings: TrainSettings) -> None:
             settings.resolved_engine_options().get("enable_sleep_mode")
         ),
         f"a mode with a cohort gate, such as baseline or partial ({settings.mode} keeps all slots busy)": not (
-            _keeps_all_slots_busy(settings)
+            strategy.keeps_tokens and not strategy.gated and settings.oversubscribe is None
         ),
     }
     if missing := [need for need, is_met in needs.items() if not is_met]:
         reason = "on the engine's GPU the learner works only while the engine drains"
         fix = f"It needs {' and '.join(missing)}. Or leave it out."
         raise ConfigurationError("stream_sms", settings.stream_sms, reason, fix)
-
-
-def _keeps_all_slots_busy(settings: TrainSettings) -> bool:
-    strategy = strategy_named(settings.mode)
-    return strategy.keeps_tokens and not strategy.gated and settings.oversubscribe is None
 
 
 def saved_settings(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Wires a run together: model, task, engine, scheduler, learner, signals, and the run folder (training/run_dir.py)."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -27,7 +27,7 @@ from sortedrl.engines.speculative import LoggedDrafts, why_no_drafts
 from sortedrl.learner import checkpoint
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.shared_gpu import SharedGpuLearner, some_sms
-from sortedrl.observe.console import Log, PlainConsole, RunConsole
+from sortedrl.observe.console import Log, PlainConsole
 from sortedrl.observe.trackers import Endpoint, open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.settings.base import as_json
@@ -36,7 +36,6 @@ from sortedrl.training.build import (
     OutOfMemory,
     PlainModel,
     SkippedSteps,
-    dtype_of,
     learner_settings_of,
     learning_rate_notice,
     out_of_memory,
@@ -60,18 +59,21 @@ class TrainingRun:
     """What it opens is closed by `to_close`, so that also a run that cannot start leaves no worker and no server."""
 
     def __init__(
-        self, settings: TrainSettings, folder: RunFolder, resources: Resources, console: RunConsole, to_close: ExitStack
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        resources: Resources,
+        console: PlainConsole,
+        to_close: ExitStack,
     ) -> None:
         self.settings = settings
         self.folder = folder
         self.resources = resources
         self.console = console
-        self.sampling = Sampling(temperature=settings.temperature)
-        self.record = to_close.enter_context(
-            closing(RunRecord(folder, console, resources.tokenizer, rollouts_per_update=settings.save_rollouts))
-        )
+        self.record = RunRecord(folder, console, resources.tokenizer, rollouts_per_update=settings.save_rollouts)
+        to_close.callback(self.record.trackers.close)
         # First of what takes time: its workers start meanwhile.
-        self.rewards = to_close.enter_context(closing(Rewards(settings, resources, settings.scoring)))
+        self.rewards = to_close.enter_context(Rewards(settings, resources, settings.scoring))
         self.plain_model = PlainModel(settings, resources.model)
         self.learner = Learner(resources.model, learner_settings_of(settings))
         engine = to_close.enter_context(closing(self._engine()))
@@ -89,7 +91,7 @@ class TrainingRun:
             self.prompts,
             self.training_rewards.scorer,
             schedule_of(settings),
-            sampling=self.sampling,
+            sampling=Sampling(temperature=settings.temperature),
             log=self.record.log,
             environments=self.training_rewards.environments,
             max_updates=settings.updates,
@@ -98,8 +100,8 @@ class TrainingRun:
         self.drafts = LoggedDrafts(self.engine)
         self.rejections = self._rejection_watch()
         self.skipped_steps = SkippedSteps(settings.steps_per_update, settings.learning_rate, console.log)
-        train, held_out = map(problem_digests, (resources.train, self._held_out()))
-        self.problem_digests = {"train": train, "held_out": held_out}
+        prompts = {"train": resources.train, "held_out": self._held_out()}
+        self.problem_digests = {part: problem_digests(prompts[part]) for part in prompts}
         self.before: Evaluation | None = None
         self.evaluated: tuple[int, Evaluation] | None = None  # the last time, after how many updates
         self.best: tuple[float, str] | None = None  # held-out score, checkpoint's name
@@ -118,15 +120,7 @@ class TrainingRun:
             drafts = {"speculative_config", "draft_up_to"}
             options = {key: text for key, text in settings.engine_options.items() if key not in drafts}
             settings = settings.model_copy(update={"engine_options": options})
-        return engine_of(
-            settings,
-            self.plain_model.module,
-            resources.tokenizer,
-            resources.eos_token_ids,
-            dtype=str(dtype_of(settings)).removeprefix("torch."),
-            seed=settings.seed,
-            beside_learner=True,
-        )
+        return engine_of(settings, resources, self.plain_model.module, seed=settings.seed, beside_learner=True)
 
     def _streamed_learner(self) -> Accumulate | StreamedLearner | None:
         if not self.settings.stream:
@@ -160,19 +154,15 @@ class TrainingRun:
         self.engine.update_weights(self._weights(), state["version"])
         self.record.record(self.controller, state)
         self.record.roll_back(state["updates"], notes["seconds"])
-        if changes := self._changes_since(notes):
+        # Since this checkpoint. Those of config.json are too new: the log of what came after it does not count.
+        changes = changes_of(self.settings, notes["settings"])
+        if changes := {key: change for key, change in changes.items() if key not in ("out", "resume", "slots")}:
             self.controller.mark(SettingsChanged, changes)
         self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
         self.best = tuple(notes["best"]) if notes["best"] else None
         self.reward_pool.recent = notes["recent_rewards"]
         self.saved = self._progress()
         checkpoint.restore_random(saved.random)
-
-    def _changes_since(self, notes: dict[str, Any]) -> dict[str, Any]:
-        """The settings that were others when the checkpoint was saved. Those of config.json are too new for that: the
-        log of what came after the checkpoint does not count."""
-        changes = changes_of(self.settings, notes["settings"])
-        return {key: change for key, change in changes.items() if key not in ("out", "resume", "slots")}
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or to an interrupt; returns the summary, whose `interrupted` is True after an interrupt."""
@@ -182,13 +172,13 @@ class TrainingRun:
             self.before = self._evaluate(0)
             self.learner.set_initial_rewards(self.before.rewards)
             self._save(0)
-        with interruptible(self.controller) as signals:
+        with interruptible(self.controller) as interrupt_at_once:
             for batch in self.controller:
                 self._update(batch)
             done = self.controller.updates
             self._note_end_of_data(done)
             try:
-                signals.interrupt_at_once()
+                interrupt_at_once()
                 return self._finish(done)
             except Interrupted:
                 self._save(done)
@@ -231,13 +221,10 @@ class TrainingRun:
         }
 
     def _step(self, batch: Batch) -> dict[str, float]:
-        def step() -> dict[str, float]:
-            return self.learner.step(batch)
-
         if self.settings.overlap:
-            return self.controller.carry_on_during(step)
+            return self.controller.carry_on_during(lambda: self.learner.step(batch))
         self.engine.sleep_until_update()
-        return step()
+        return self.learner.step(batch)
 
     def _weights(self) -> Any:
         return self.plain_model.weights_for_engine(self.learner)
@@ -252,7 +239,7 @@ class TrainingRun:
         if self.evaluated is not None and self.evaluated[0] == done:
             after = self.evaluated[1]
         else:
-            self.folder.drop_evaluation(done)  # a run that is resumed after its last update has only its mean
+            self.record.drop_evaluation(done)  # a run that is resumed after its last update has only its mean
             after = self._evaluate(done)
         self._save(done)
         self.plain_model.export(self.learner, self.resources.tokenizer, self.folder.path, self.console.log)
@@ -284,23 +271,12 @@ class TrainingRun:
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
         watch = self._rejection_watch()
-        found = evaluate(
-            self.engine,
-            self._held_out(),
-            self.evaluation_rewards.scorer,
-            environments=self.evaluation_rewards.environments,
-            samples=self.settings.eval_samples,
-            limits=self.controller.schedule,
-            sampling=self.sampling,
-            seed=self.settings.eval_seed,
-            on_progress=self.console.evaluating,
-            watch=watch,
-        )
+        rewards, on_progress = self.evaluation_rewards, self.console.evaluating
+        found = evaluate(self.engine, self._held_out(), rewards, self.settings, watch, on_progress)
         if notice := unscored_notice(watch):
             self.console.log(notice)
-        self.record.evaluation(
-            done, found, samples=self.settings.eval_samples, has_turns=self.evaluation_rewards.environments is not None
-        )
+        has_turns = rewards.environments is not None
+        self.record.evaluation(done, found, samples=self.settings.eval_samples, has_turns=has_turns)
         self.evaluated = (done, found)
         return found
 
@@ -346,7 +322,7 @@ class TrainingRun:
                 self.best = (score, f"update-{done:06d}")
 
 
-def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) -> dict[str, Any]:
+def train(settings: TrainSettings, log: Log, console: PlainConsole | None = None) -> dict[str, Any]:
     """`console` shows the run; without one, there is one log line per update."""
     torch.manual_seed(settings.seed)
     folder = RunFolder.unused(settings) if settings.resume is None else RunFolder(settings.resume)
@@ -357,7 +333,7 @@ def train(settings: TrainSettings, log: Log, console: RunConsole | None = None) 
             raise out_of_memory_at_start(error, settings) from error
 
 
-def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: RunConsole) -> dict[str, Any]:
+def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: PlainConsole) -> dict[str, Any]:
     resumed: checkpoint.Checkpoint | None = None
     if settings.resume is not None:
         folder.open_to_resume(settings, log)
@@ -404,37 +380,35 @@ class Interrupted(KeyboardInterrupt):
     """A signal asked the run to end; what it has learned is saved."""
 
 
-class Signals:
-    """SIGINT, SIGTERM and SIGHUP: the first one ends the run in order, the second at once."""
-
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self._seen = self._at_once = False
-
-    def receive(self, number: int, frame: Any) -> None:
-        if self._seen:
-            raise KeyboardInterrupt
-        self._seen = True
-        self._controller.interrupt()
-        if self._at_once:
-            raise Interrupted
-
-    def interrupt_at_once(self) -> None:
-        """The controller no longer listens: from now on, and if it was interrupted before, raise `Interrupted`."""
-        self._at_once = True
-        if self._seen:
-            raise Interrupted
-
-
 @contextmanager
-def interruptible(controller: Controller) -> Iterator[Signals]:
-    signals = Signals(controller)
+def interruptible(controller: Controller) -> Iterator[Callable[[], None]]:
+    """SIGINT, SIGTERM and SIGHUP: the first one ends the run in order, the second at once.
+
+    Call what it yields when the controller no longer listens: from then on, and if it was interrupted before, it is
+    `Interrupted` that ends the run."""
+    is_seen = is_at_once = False
+
+    def receive(number: int, frame: Any) -> None:
+        nonlocal is_seen
+        if is_seen:
+            raise KeyboardInterrupt
+        is_seen = True
+        controller.interrupt()
+        if is_at_once:
+            raise Interrupted
+
+    def interrupt_at_once() -> None:
+        nonlocal is_at_once
+        is_at_once = True
+        if is_seen:
+            raise Interrupted
+
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the run is to outlive its terminal
         numbers.append(signal.SIGHUP)
-    previous = {number: signal.signal(number, signals.receive) for number in numbers}
+    previous = {number: signal.signal(number, receive) for number in numbers}
     try:
-        yield signals
+        yield interrupt_at_once
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

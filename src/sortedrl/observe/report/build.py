@@ -85,12 +85,13 @@ def render(
     environment = _environment(folder)
     from markupsafe import Markup
 
-    payload = [{"id": chart.id, "height": chart.height, "views": chart.views} for chart in charts]
+    data = [{"id": chart.id, "height": chart.height, "views": chart.views} for chart in charts]
+    payload = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # it is inside a script
     html: str = environment.get_template(template).render(
         **content,
         version=version,
         css=Markup(_asset("report.css")),
-        payload=Markup(_script_safe(payload)),
+        payload=Markup(payload),
         scripts=[Markup(_asset(name)) for name in (PLOTLY, "charts.js")],
     )
     return html
@@ -129,8 +130,3 @@ def _without_control_characters(value: Any) -> Any:
 
 def _asset(name: str) -> str:
     return (PAGE / name).read_text(encoding="utf-8")
-
-
-def _script_safe(value: Any) -> str:
-    """JSON that is safe inside a script element."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
