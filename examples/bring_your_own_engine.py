@@ -47,7 +47,7 @@ class LetterEngine:
                 )  # depends only on seed and position, so a resume changes nothing
                 tokens.append(noise.randrange(26))
                 logprobs.append(-3.258)
-                ended = noise.random() < 1 / 20
+                ended = noise.random() < 1 / 20 and not request.sampling.ignore_eos
                 if ended or len(tokens) == request.max_new_tokens:
                     changes += [self._tokens(request.id), RequestFinished(request.id, self.now(), truncated=not ended)]
                     del self.running[request.id]

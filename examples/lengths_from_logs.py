@@ -57,7 +57,10 @@ if __name__ == "__main__":
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    except (OSError, ValueError):
+        sys.exit(f"TOKENIZER {args.tokenizer}: neither a folder with a tokenizer nor a name on the Hugging Face hub")
     for path in args.files:
         for length in lengths_in(path, tokenizer, args.max_response_tokens):
             print(json.dumps(length))

@@ -35,3 +35,13 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, refused: Any) -> No
     monkeypatch.setattr(train, "run", run)
     expected = "sortedrl: train needs more open files than are allowed. Raise the limit: ulimit -n 1024\n"
     assert refused("train") == expected
+
+
+def test_a_reader_that_leaves_ends_the_command_without_a_word() -> None:
+    """As `| head -1` does."""
+    words = [sys.executable, "-m", "sortedrl", "simulate", "--cohorts", "1", "--modes", "baseline", "partial"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None and command.stderr is not None
+        command.stdout.close()
+        assert command.stderr.read() == ""
+    assert command.returncode == 0

@@ -25,6 +25,8 @@ def engine(kind: type[SimulatedEngine], slots: int, **options: Any) -> Simulated
 
 
 class TestSimulated(EngineContract):
+    honors_ignore_eos = False
+
     @pytest.fixture(autouse=True, params=[SimulatedEngine, ChunkedPrefillEngine, MultiTokenEngine])
     def _kind(self, request: pytest.FixtureRequest) -> None:
         self.kind = request.param

@@ -37,6 +37,8 @@ def endless_engine(slots: int, step_time: StepTime = STEP_TIME, kv_tokens: int |
 
 
 class TestForcedLengths(EngineContract):
+    honors_ignore_eos = False
+
     def make_engine(self, slots: int) -> Engine:
         return ForcedLengths(endless_engine(slots), lambda request: 20 + request.seed % 13)
 

@@ -166,7 +166,10 @@ def test_plan_within_seconds_ends_with_lines_to_paste_and_shows_progress_when_pi
     end = done.stdout[done.stdout.index("sortedrl train --config") :]
     toml = tomllib.loads("\n".join(line for line in end.splitlines() if " = " in line))
     assert TrainSettings(**toml).mode == toml["mode"] and toml["slots"] <= 128
-    assert f"+trainer.v1.sortedrl.slots={toml['slots']} " in end and "trainer.v1.trainer_mode=sortedrl" in end
+    assert toml["max_response_tokens"] == 8192
+    verl = end[end.index("trainer.v1.trainer_mode=sortedrl") :]
+    assert f"+trainer.v1.sortedrl.slots={toml['slots']} \\\n" in verl
+    assert "data.max_response_length=8192 " in verl and not verl.rstrip().endswith("\\")
 
 
 def test_lines_for_trl_have_the_part_of_each_process() -> None:
@@ -175,7 +178,8 @@ def test_lines_for_trl_have_the_part_of_each_process() -> None:
         prompts_per_cohort=256, oversubscribe=1.3, max_staleness=4,
     )  # fmt: skip
     lines = lines_to_paste(schedule, 1024, processes=8)
-    assert "    GRPOConfig(num_generations=8, generation_batch_size=512, max_completion_length=8192, ...)" in lines
+    sizes = "per_device_train_batch_size=8, gradient_accumulation_steps=8"
+    assert f"    GRPOConfig(num_generations=8, {sizes}, max_completion_length=8192, ...)" in lines
     (trainer,) = [line for line in lines if "SortedGRPOTrainer" in line]
     assert trainer.startswith("    SortedGRPOTrainer(slots=128, schedule=Schedule(")
     part = eval(trainer[trainer.index("Schedule(") : trainer.rindex(", ...")], {"Schedule": Schedule})
@@ -183,13 +187,13 @@ def test_lines_for_trl_have_the_part_of_each_process() -> None:
     toml = tomllib.loads("\n".join(line for line in lines if " = " in line))
     assert toml | {"prompts_per_cohort": 256, "oversubscribe": 1.3, "max_staleness": 4} == toml
     assert TrainSettings(**toml).slots == 1024
-    assert (
-        "    data.train_batch_size=64 \\" in lines and "    algorithm.rollout_correction.rollout_is=token \\" in lines
-    )
+    assert "    data.train_batch_size=64 \\" in lines and "    algorithm.rollout_correction.rollout_is=token" in lines
     overlapping = "\n".join(lines_to_paste(replace(schedule, overlap=True, max_staleness=None), 1024))
     assert "overlap = true" in overlapping and "GRPOConfig" not in overlapping
     assert "hybrid_engine=False" in overlapping and "+trainer.v1.sortedrl.max_staleness=4 " in overlapping
     assert "hybrid_engine=False" in "\n".join(lines_to_paste(schedule, 1024, separate=True))
+    alone = "\n".join(lines_to_paste(schedule, 1024))
+    assert "for N of them add --controllers N" in alone and "gradient_accumulation_steps=64" in alone
     fresh = lines_to_paste(Schedule(mode="on-policy+planned", rollouts_per_prompt=8), 128)
     assert not any("rollout_is" in line for line in fresh), "nothing is stale"
 

@@ -32,6 +32,7 @@ def stack() -> Iterator[Stack]:
 
 class TestVerlEngine(EngineContract):
     deterministic = False  # verl's servers are given no seeds
+    honors_ignore_eos = False  # nor this
 
     @pytest.fixture(autouse=True)
     def _with_stack(self, stack: Stack) -> None:

@@ -89,6 +89,8 @@ def _run(name: str, words: Sequence[str]) -> int:
     except SystemExit as error:
         if settings is None:  # --help
             raise
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends the process in its place
+            raise error.__context__ from None
         return _refuse(f"your code ended the command: {fault_in_your_code(error)}")
 
 

@@ -16,6 +16,7 @@ from sortedrl.studies.workload_settings import simulated_schedule, simulated_wor
 
 SETTINGS = PlanSettings
 VERL_BOUND = 4  # with overlap, verl's adapter requires one
+MOST_ROWS = 8  # of a micro-batch; TRL's own default
 
 
 def run(settings: PlanSettings) -> int:
@@ -49,8 +50,9 @@ def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1, *, separa
     chosen |= {
         key: value for key in ("oversubscribe", "max_staleness") if (value := getattr(schedule, key)) is not None
     }
-    lines = ["", "sortedrl train --config FILE, with these lines in FILE:"]
-    sizes = {key: getattr(schedule, key) for key in ("rollouts_per_update", "rollouts_per_prompt")}
+    lines = ["", "sortedrl train --config FILE, with these lines in FILE, beside your model, task and learning_rate:"]
+    keys = ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens")
+    sizes = {key: getattr(schedule, key) for key in keys}
     overlap = {"overlap": True} if schedule.overlap else {}
     lines += [f"    {key} = {_toml(value)}" for key, value in {**chosen, "slots": slots, **sizes, **overlap}.items()]
     separate = separate or schedule.overlap
@@ -71,13 +73,14 @@ def _trl(schedule: Schedule, chosen: dict[str, Any], slots: int, processes: int)
     if (prompts := schedule.prompts_per_cohort) is not None:
         chosen = chosen | {"prompts_per_cohort": -(-prompts // processes)}
     arguments = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
-    where = f"each of {processes} processes" if processes > 1 else "one process; of several, each gets its part"
+    where = f"each of {processes} processes" if processes > 1 else "one process; for N of them add --controllers N"
+    rows = -(-schedule.rollouts_needed // processes)
+    per_device = next(size for size in range(MOST_ROWS, 0, -1) if rows % size == 0)
     return [
         "",
-        f"TRL ({where}):",
-        f"    GRPOConfig(num_generations={schedule.rollouts_per_prompt}, "
-        f"generation_batch_size={schedule.rollouts_per_update}, "
-        f"max_completion_length={schedule.max_response_tokens}, ...)",
+        f"TRL ({where}), with one optimizer step per update:",
+        f"    GRPOConfig(num_generations={schedule.rollouts_per_prompt}, per_device_train_batch_size={per_device}, "
+        f"gradient_accumulation_steps={rows // per_device}, max_completion_length={schedule.max_response_tokens}, ...)",
         f"    SortedGRPOTrainer(slots={slots // processes}, schedule=Schedule({arguments}), ...)",
     ]
 
@@ -96,9 +99,11 @@ def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int, separate: bool
     keys |= {f"+trainer.v1.sortedrl.{key}": value for key, value in {**chosen, "slots": slots}.items()}
     keys |= {
         "data.train_batch_size": schedule.rollouts_needed // schedule.rollouts_per_prompt,
+        "data.max_response_length": schedule.max_response_tokens,
         "actor_rollout_ref.rollout.n": schedule.rollouts_per_prompt,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
     }
     if not strategy_named(schedule.mode).on_policy:
         keys["algorithm.rollout_correction.rollout_is"] = "token"
-    return ["", head, *(f"    {key}={value} \\" for key, value in keys.items())]  # verl's own lines follow
+    *others, last = (f"    {key}={value}" for key, value in keys.items())
+    return ["", head, *(f"{line} \\" for line in others), last]

@@ -108,7 +108,7 @@ class CheckedWeights(ForwardingEngine):
     def _difference_of(self, place: int, probe: Sequence[int], answer: Response) -> float:
         wanted, found = self._tokens_per_probe, len(answer.tokens)
         if found != wanted:
-            what = f"{found} tokens instead of {wanted}, after a prompt of {len(probe)}"
+            what = f"{found} tokens instead of {wanted}, after a prompt of {len(probe)}, though it set ignore_eos"
             raise WeightsDiffer(f"the response to probe {place} has {what}")
         expected = self._logprobs_of(probe, answer.tokens)
         for side, logprobs in (("engine", answer.logprobs), ("learner", expected)):

@@ -28,6 +28,7 @@ from sortedrl.core.engine import (
     RequestFinished,
     RequestPreempted,
     RequestStarted,
+    Sampling,
     Tokens,
     missing_members,
 )
@@ -139,6 +140,7 @@ class EngineContract:
     """Subclass it; see the module's docstring."""
 
     deterministic = True  # equal seeds and weights make equal tokens, regardless of other requests
+    honors_ignore_eos = True  # False: something else sets the lengths, as in the simulated engine
     slots = 4
     long_limit = 40  # tokens of requests that will be aborted; more for an engine that continues between two calls
 
@@ -180,6 +182,16 @@ class EngineContract:
         for id, truncated in ledger.finished.items():
             assert not truncated or len(ledger.tokens(id)) == TOKEN_LIMITS[id]
         assert ledger.engine.poll() == []
+
+    def test_with_ignore_eos_only_the_limit_ends_a_response(self) -> None:
+        """As the check of the engine's weights needs."""
+        if not self.honors_ignore_eos:
+            return
+        sampling = Sampling(ignore_eos=True)
+        ledger = self.undisturbed([request._replace(sampling=sampling) for request in self.requests()])
+        assert not ledger.failed
+        made = [len(ledger.tokens(id)) for id in range(len(TOKEN_LIMITS))]
+        assert made == list(TOKEN_LIMITS), f"with ignore_eos, {made} tokens instead of {list(TOKEN_LIMITS)}"
 
     def test_starts_in_order_and_fills_the_slots(self) -> None:
         ledger = self.undisturbed(self.requests())

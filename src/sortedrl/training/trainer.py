@@ -31,6 +31,7 @@ from sortedrl.observe.console import Log, PlainConsole
 from sortedrl.observe.trackers import Endpoint, open_tracker, require_login
 from sortedrl.observe.wall_clock import bottleneck, bottleneck_line
 from sortedrl.settings.base import as_json
+from sortedrl.settings.slots import too_many_slots
 from sortedrl.tasks.evaluation import Evaluation, mean_at_k, paired_difference
 from sortedrl.training.build import (
     OutOfMemory,
@@ -353,6 +354,8 @@ def _train_in(folder: RunFolder, settings: TrainSettings, log: Log, console: Pla
         problems = counted(len(resources.train), "problem")
         log(f"{problems}, {counted(run.updates_in_all, 'update')}, mode {settings.mode}")
         if notice := learning_rate_notice(settings, resources.model.num_parameters()):
+            log(notice)
+        if notice := too_many_slots(settings.slots, run.controller.schedule.rollouts_needed):
             log(notice)
         if resumed is not None:
             with checkpoint.what_it_lacks(resumed.path):
