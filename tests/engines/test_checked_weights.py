@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -134,10 +135,7 @@ def off_by(nats: float, count: int) -> Bend:
 def test_rounding_of_a_few_unlikely_tokens_is_agreement(nats: float, count: int, agrees: bool) -> None:
     """In bfloat16 single tokens are a nat apart; wrong weights move most tokens, or some of them by much."""
     _, checked = pair(off_by(nats, count))
-    if agrees:
-        checked.update_weights(None, 1)
-        return
-    with pytest.raises(WeightsDiffer, match="nats per token"):
+    with nullcontext() if agrees else pytest.raises(WeightsDiffer, match="nats per token"):
         checked.update_weights(None, 1)
 
 

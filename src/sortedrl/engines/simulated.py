@@ -254,10 +254,12 @@ class SimulatedEngine(VirtualTimeEngine):
     def _admit(self) -> None:
         if not self._queue:
             return
-        prefill = 0
-        at = self.now()
+        prefill, at, at_once = 0, self.now(), self._step_time.prefill_tokens_per_step
         for run in self._next_in_queue():
-            self._start(run, at + self._prefill_wait(prefill))
+            # It takes its slot after full steps for the tokens to prefill before it.
+            wait = self._step_time.prefill(prefill // at_once * at_once) if at_once is not None else 0.0
+            self._decode_from_now_on(run)
+            self._undelivered.append(RequestStarted(run.request.id, at + wait))
             prefill += self._uncached(run, run.size + run.made)
         self._clock += self._step_time.prefill(prefill)
 
@@ -273,13 +275,6 @@ class SimulatedEngine(VirtualTimeEngine):
                 self._queue.popleft()
                 self._deliver(run, run.made, self.now(), self._undelivered)
                 self._fail(run.request.id, self.now(), self._too_large(run.size + run.made))
-
-    def _prefill_wait(self, ahead: int) -> float:
-        """Seconds until a request takes its slot: full steps for the tokens to prefill before it."""
-        at_once = self._step_time.prefill_tokens_per_step
-        if at_once is None:
-            return 0.0
-        return self._step_time.prefill(ahead // at_once * at_once)
 
     def _uncached(self, run: Run, context: int) -> int:
         """Tokens to prefill when the run starts."""
@@ -308,10 +303,6 @@ class SimulatedEngine(VirtualTimeEngine):
 
     def _too_large(self, context: int) -> str:
         return f"a context of {context} tokens does not fit into the KV cache of {self._kv_tokens} tokens"
-
-    def _start(self, run: Run, at: float) -> None:
-        self._decode_from_now_on(run)
-        self._undelivered.append(RequestStarted(run.request.id, at))
 
     def _decode_from_now_on(self, run: Run) -> None:
         run.began_step = self._step

@@ -165,8 +165,8 @@ class EmbeddedEngine(LocalEngine):
         try:
             while self._running and not self._unreported and (until is None or self.now() < until):
                 self._advance()
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
+        except RuntimeError as error:  # a lack of memory has a type of its own on a GPU only
+            if not (isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)):
                 raise
             self._died = (  # in the middle of a step: rows of the decoder may be half written
                 f"the embedded engine ran out of memory ({first_sentences(error)}) for contexts of up to "
@@ -220,7 +220,8 @@ class EmbeddedEngine(LocalEngine):
         tokens, logprobs = self._decoder.step(self._rows.lengths(), cut=self._rows.has_top_p)
         finished = []
         for running in self._rows.add(tokens, logprobs, self._eos):
-            ended = self._ended_by_itself(running)
+            is_eos = running.tokens[-1] in self._eos and not running.request.sampling.ignore_eos
+            ended = is_eos or running.ends_with_stop_string()
             if ended or len(running.tokens) == running.max_new_tokens:
                 self._deliver(running)
                 self._unreported.append(RequestFinished(running.request.id, self.now(), truncated=not ended))
@@ -263,11 +264,6 @@ class EmbeddedEngine(LocalEngine):
             running.row = arranged[id]
         self._vacated = False
 
-    def _ended_by_itself(self, running: _Running) -> bool:
-        if running.request.sampling.ignore_eos:
-            return False
-        return running.tokens[-1] in self._eos or running.ends_with_stop_string()
-
     def _release(self, leaving: Sequence[_Running]) -> None:
         for running in leaving:
             del self._running[running.request.id]
@@ -279,11 +275,6 @@ class EmbeddedEngine(LocalEngine):
         if rows:
             self._decoder.clear(rows)
             self._vacated = True
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """PyTorch has a type for it on a GPU only."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def rows_by_length(lengths: Mapping[int, int], rows: Mapping[int, int], blocks: Sequence[range]) -> dict[int, int]:

@@ -200,8 +200,11 @@ class VllmServerEngine(HttpEngine):
     async def update_from(self, source: Source, version: int) -> str | None:
         keys_stay = self.kv_cache_reuse.survives_update_to(version)
         await self.call("POST", "/pause", mode="abort", clear_cache=str(not keys_stay).lower())
-        if isinstance(source, WeightHandles):
-            await self._take_handles(source)
+        if isinstance(source, WeightHandles):  # the server has copied the weights when the last step returns
+            await self._transfer("/init_weight_transfer_engine", init_info={})
+            await self._transfer("/start_weight_update")
+            await self._transfer("/update_weights", update_info=source.for_vllm())
+            await self._transfer("/finish_weight_update")
         elif isinstance(source, WeightBroadcast):
             await source.send_to(self._receiver)
         elif source is not None:
@@ -216,13 +219,6 @@ class VllmServerEngine(HttpEngine):
                 raise Refused(500, "the prefix cache, which holds KV of the old weights, was not reset")
         await self.call("POST", "/resume")
         return tag
-
-    async def _take_handles(self, weights: WeightHandles) -> None:
-        """One round of vLLM's weight transfer. The server has copied the weights when its last step returns."""
-        await self._transfer("/init_weight_transfer_engine", init_info={})
-        await self._transfer("/start_weight_update")
-        await self._transfer("/update_weights", update_info=weights.for_vllm())
-        await self._transfer("/finish_weight_update")
 
     async def _transfer(self, path: str, **body: Any) -> None:
         await self.call("POST", path, body=body or None, seconds=WEIGHT_UPDATE_SECONDS)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,15 @@ class WeightFiles:
     def written(self, weights: Weights, version: int) -> Iterator[Path]:
         """A temporary folder with these weights."""
         remove_abandoned(self.parent)
-        folder: Path | None = None
-        lock: int | None = None
-        try:
+        with ExitStack() as left:
             try:
-                folder = Path(tempfile.mkdtemp(prefix=_UNNAMED_PREFIX, dir=self.parent))
-                lock = os.open(folder, _FOLDER)
+                new = Path(tempfile.mkdtemp(prefix=_UNNAMED_PREFIX, dir=self.parent))
+                left.callback(shutil.rmtree, new, ignore_errors=True)
+                lock = os.open(new, _FOLDER)
+                left.callback(os.close, lock)
                 _take(lock)
-                folder = folder.rename(folder.with_name(f"{_PREFIX}{version}-{folder.name[len(_UNNAMED_PREFIX) :]}"))
+                folder = new.rename(new.with_name(f"{_PREFIX}{version}-{new.name[len(_UNNAMED_PREFIX) :]}"))
+                left.callback(shutil.rmtree, folder, ignore_errors=True)
                 write_weights(weights, folder)
                 for file in folder.iterdir():
                     file.chmod(0o644 if self.readable_by_all else 0o600)
@@ -61,11 +62,6 @@ class WeightFiles:
                 fix = "Use a folder with more space that the server can also read."
                 raise ConfigurationError("weights_folder", str(self.parent), why, fix) from error
             yield folder
-        finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
 
 
 def remove_abandoned(parent: Path) -> None:
