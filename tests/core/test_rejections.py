@@ -181,3 +181,10 @@ def test_a_score_that_completes_the_update_is_seen_while_the_engine_generates(mo
     batch = next(iter(controller))
     assert [rollout.id for rollout in batch] == [0]
     assert engine.steps - scored_at[0] < 150  # of 500; 3 on a machine that is free
+
+
+def test_data_that_ends_without_an_update_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
+    prompts = Prompts([Prompt(str(n), [1] * 9) for n in range(4)])
+    schedule = Schedule(rollouts_per_update=2, prompts_per_cohort=4, max_prompt_tokens=5)
+    assert not list(Controller(PacedEngine(slots=2), prompts, ScoreAtOnce(len), schedule))
+    assert caplog.messages[-1] == "the data ended without an update: all 4 rollouts were rejected"

@@ -200,10 +200,11 @@ def test_lines_for_trl_have_the_part_of_each_process() -> None:
 
 def test_plan_tries_fewer_slots_as_long_as_an_update_fills_them() -> None:
     schedule = Schedule(rollouts_per_update=512, rollouts_per_prompt=8, whole_groups=True, prompts_per_cohort=256)
-    assert fewer_slots(Workload(slots=2048, engines=8), schedule) == [1024, 512, 256]
+    assert fewer_slots(Workload(slots=2048, engines=8), schedule) == [1024, 768, 512, 256]
+    assert fewer_slots(Workload(slots=768, engines=8), schedule) == [512, 384]
     assert fewer_slots(Workload(slots=512, engines=8), schedule) == [256]
     tried = [case.workload.slots for case in candidates(Workload(slots=2048, engines=8), schedule, Allowed())]
-    assert {tried.count(slots) for slots in (1024, 512, 256)} == {3}
+    assert {tried.count(slots) for slots in (1024, 768, 512, 256)} == {3}
 
 
 def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float = 0.0) -> dict[str, Any]:

@@ -156,6 +156,8 @@ class Controller:
                     yield self._hand_out(groups)
         self._generation.abort_running()
         self.mark_phase("end")
+        if self.buffer.rejected and not self.updates:
+            _log.warning("the data ended without an update: all %s rollouts were rejected", f"{self.buffer.rejected:,}")
 
     def _start_run(self) -> None:
         if not self._has_started:

@@ -126,9 +126,7 @@ class Ledger:
         rollout.expected = float(self.state.expected(rollout))  # an expectation may return any kind of number
         self.clock.submit(rollout)
         at, prompt_tokens, prefix = self.clock.now(), len(rollout.prompt.tokens), rollout.length
-        self.log.append(
-            events.Submitted(at, rollout.id, rollout.attempt, prompt_tokens, prefix, rollout.expected),
-        )
+        self.log.append(events.Submitted(at, rollout.id, rollout.attempt, prompt_tokens, prefix, rollout.expected))
         return rollout
 
     def take_slot(self, rollout: Rollout, at: float) -> None:

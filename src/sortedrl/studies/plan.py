@@ -15,6 +15,7 @@ from pydantic import Field
 
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.step_time import StepTime, pays_up_to, with_drafts
+from sortedrl.settings.slots import MANY_SLOTS
 from sortedrl.studies.simulate import Case, compare
 from sortedrl.studies.workload import Workload, run, with_mode
 from sortedrl.studies.workload_settings import (
@@ -136,10 +137,12 @@ def _case(workload: Workload, schedule: Schedule, mode: str, cap: float | None, 
 
 
 def fewer_slots(workload: Workload, schedule: Schedule) -> list[int]:
-    """A half, a quarter, ... of the slots of each engine, as long as an update has not many more rollouts."""
-    engines, least = workload.engines, LEAST_SLOTS * schedule.rollouts_needed
-    halves = (workload.slots // engines >> k for k in range(1, 8))
-    return [engines * each for each in halves if each and engines * each >= least]
+    """A half, a quarter, ... of the slots of each engine, as long as an update has not many more rollouts; also as many
+    as an update has, and the most without a notice (`too_many_slots`)."""
+    engines, update = workload.engines, schedule.rollouts_needed
+    each = {workload.slots // engines >> k for k in range(1, 8)}
+    each |= {int(times * update) // engines for times in (1.0, MANY_SLOTS)}
+    return sorted((engines * n for n in each if LEAST_SLOTS * update <= engines * n < workload.slots), reverse=True)
 
 
 def plan(
@@ -174,7 +177,7 @@ def plan(
         )
         + excluded_by_staleness(too_stale, allowed)
         + larger_updates(choice)
-        + streaming_advice(choice, streamed, "If the learner has a device of its own, add --stream (exact)")
+        + streaming_advice(choice, streamed, "If the learner has more GPUs, of its own, add --stream (exact)")
         + streaming_advice(choice, on_shared_gpu, "On one GPU with --engine vllm, set stream and stream_sms (exact)"),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
@@ -297,6 +300,7 @@ def _streamed(
     """The fastest of the options with streaming, on a device of the learner's own and on that of the engine."""
     if workload.stream or workload.separate_learner or not workload.learner_seconds_per_token:
         return None, None
+    devices = (False, True) if workload.engines == 1 else (False,)
     rows = [
         Case(
             f"{o.name}, streamed{' on its GPU' * shared}",
@@ -304,13 +308,14 @@ def _streamed(
             o.schedule,
         )
         for o in dict.fromkeys(options)
-        for shared in (False, True)
+        for shared in devices
     ]
     found = compare(rows, seeds)
 
-    def fastest(*, shared: bool) -> Option:
-        on_device = [row for row in rows if row.workload.share_gpu == shared]
-        return max((option(row.name, row.schedule, found[row.name]) for row in on_device), key=lambda o: o.run_of_limit)
+    def fastest(*, shared: bool) -> Option | None:
+        on_device = (row for row in rows if row.workload.share_gpu == shared)
+        options = (option(row.name, row.schedule, found[row.name]) for row in on_device)
+        return max(options, key=lambda o: o.run_of_limit, default=None)
 
     return fastest(shared=False), fastest(shared=True)
 
@@ -321,7 +326,7 @@ def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
         return ""
     return (
         f" {how}: {streamed.name.partition(', streamed')[0]} then reaches {streamed.run_of_limit:.2f}, "
-        f"{streamed.run_of_limit / choice.run_of_limit:.2f} x, at staleness {streamed.staleness_mean:.2f}."
+        f"{streamed.run_of_limit / choice.run_of_limit:.2f} x this choice, at staleness {streamed.staleness_mean:.2f}."
     )
 
 

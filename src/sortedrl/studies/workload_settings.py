@@ -394,6 +394,8 @@ def check_learner(settings: SimulatedSettings) -> None:
         ("stream", settings.stream and not (per_token or settings.learner_seconds),
          "the learner's work per token is not set, so there is nothing to do during the harvest",
          "Set --learner-seconds, for example 60."),
+        ("separate_learner", is_separate and not (is_set or per_token or settings.learner_seconds_per_update),
+         "the learner takes no time, so GPUs of its own gain nothing", "Set --learner-seconds, for example 60."),
         ("weights_gb", (size is None) != (settings.weights_gb_per_second is None),
          "it takes both a size and a bandwidth", "Set both, or leave out both."),
         ("weight_update_seconds", size is not None and settings.weight_update_seconds is not None,
