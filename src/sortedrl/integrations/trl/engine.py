@@ -23,7 +23,6 @@ from sortedrl.core.engine import (
     EngineBase,
     EngineSpec,
     Request,
-    Sampling,
     missing_members,
     with_defaults,
 )
@@ -52,27 +51,18 @@ def exhaust(weights: Iterator[Any] | None) -> None:
 class TrainerEngine:
     """`wanted`: a name, for which `spec` is, an engine of the user's, or a function that makes one, on rank 0 alone.
 
-    `model_now`: the trainer's model, which accelerate may wrap or shard. `is_here` is False where rank 0 generates.
+    `trainer`: its model may be wrapped or sharded by accelerate later. `is_here` is False where rank 0 generates.
     """
 
     def __init__(
-        self,
-        wanted: str | Engine | MakeEngine,
-        model_now: Callable[[], Any],
-        spec: EngineSpec | None,
-        schedule: Schedule,
-        sampling: Sampling,
-        *,
-        is_here: bool,
+        self, wanted: str | Engine | MakeEngine, trainer: Any, spec: EngineSpec | None, *, is_here: bool
     ) -> None:
         self.is_here = is_here
         self._wanted = wanted
-        self._model_now = model_now
+        self._trainer = trainer
         self._spec = spec
-        self._schedule = schedule
-        self._sampling = sampling
         self._engine: EngineBase | None = None
-        self._shares_weights = wanted == "embedded" and not is_peft_model(model_now())
+        self._shares_weights = wanted == "embedded" and not is_peft_model(trainer.model)
         self._evaluated = (0, 0)  # a step, and the responses that its evaluations have sampled
 
     def ready(self) -> EngineBase:
@@ -83,7 +73,7 @@ class TrainerEngine:
     @property
     def is_sharded(self) -> bool:
         """Then `weights` is a collective: all ranks call it, and read it to the end."""
-        return is_sharded(self._model_now())
+        return is_sharded(self._trainer.model)
 
     def update_weights(self, version: int) -> None:
         weights = self.weights()
@@ -96,7 +86,7 @@ class TrainerEngine:
         """For the engine, before the next step: None if it shares the trainer's module."""
         if self._shares_weights:
             return None
-        return whole_weights(self._model_now(), on_host=self.is_here and self.ready().has_own_device)
+        return whole_weights(self._trainer.model, on_host=self.is_here and self.ready().has_own_device)
 
     def sleep_until_update(self) -> None:
         if self.is_here:
@@ -105,9 +95,10 @@ class TrainerEngine:
     def sampled(self, prompt_ids: Any, step: int) -> list[tuple[list[int], list[float]]]:
         """One response, or turn, to each prompt of a batch of an evaluation after `step` optimizer steps: its tokens
         and log-probabilities."""
-        limit, context = self._schedule.max_response_tokens, self._schedule.max_context_tokens
+        schedule: Schedule = self._trainer.schedule
+        limit, context = schedule.max_response_tokens, schedule.max_context_tokens
         requests = [
-            Request(i, Prompt(str(i), tuple(ids)), (), limit, seed, self._sampling)
+            Request(i, Prompt(str(i), tuple(ids)), (), limit, seed, self._trainer.sampling)
             for i, (ids, seed) in enumerate(zip(prompt_ids, self._new_seeds(step, len(prompt_ids)), strict=True))
         ]
         if context is not None:  # a later turn may have less room, or none
@@ -123,12 +114,12 @@ class TrainerEngine:
         """They differ in all batches and turns of a step. A resumed run has the same ones from its next step on."""
         first = self._evaluated[1] if self._evaluated[0] == step else 0
         self._evaluated = step, first + count
-        return [derive_seed(self._schedule.seed, step, i) for i in range(first, first + count)]
+        return [derive_seed(self._trainer.schedule.seed, step, i) for i in range(first, first + count)]
 
     def _new_engine(self) -> EngineBase:
         if isinstance(self._wanted, str):
             assert self._spec is not None
-            module = _module_to_decode_with(self._model_now()) if self._wanted == "embedded" else None
+            module = _module_to_decode_with(self._trainer.model) if self._wanted == "embedded" else None
             return make_engine(self._wanted, replace(self._spec, module=module))
         if not is_function(self._wanted):
             return with_defaults(cast(Engine, self._wanted))

@@ -28,7 +28,7 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.controller import Batch, Controller
-from sortedrl.core.engine import Engine, Sampling
+from sortedrl.core.engine import Engine
 from sortedrl.core.events import Event, EventLog, Filtered, Scored, Sink, Updated
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rejections import RejectionWatch, TooManyRejected
@@ -39,7 +39,7 @@ from sortedrl.core.strategies.registry import group_filter
 from sortedrl.core.wording import counted
 from sortedrl.engines.speculative import LoggedDrafts
 from sortedrl.integrations.trl.environments import TrlEnvironments
-from sortedrl.integrations.trl.group_rewards import Score, ScoredGroups
+from sortedrl.integrations.trl.group_rewards import ScoredGroups, score_group
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics
@@ -136,30 +136,27 @@ class ScheduledRun:
 
     def __init__(
         self,
+        trainer: Any,
         engine: Engine,
         prompts: DatasetPrompts,
-        schedule: Schedule,
         *,
-        sampling: Sampling,
-        shuffle: bool,
         updates: int,
         log_path: Path,
-        max_rejected_fraction: float,
-        score_group: Score,
         environments: TrlEnvironments | None = None,
         saved: dict[str, Any] | None = None,
     ) -> None:
+        schedule: Schedule = trainer.schedule
         if notice := too_many_slots(engine.slots, schedule.rollouts_needed):
             _logger.warning("slots: %s", notice)
         self.metrics = Metrics()
+        self._trainer = trainer
         self._schedule = schedule
         self._prompts = prompts
         self._updates = updates
-        self._data = Prompts(prompts, seed=schedule.seed, shuffle=shuffle)
+        self._data = Prompts(prompts, seed=schedule.seed, shuffle=bool(trainer.shuffle_dataset))
         self._log = LateRewards(self.metrics, by_group=schedule.filter_groups is not None)
-        self._score_group = score_group
         self._rejections = RejectionWatch(
-            schedule.rollouts_needed, max_fraction=max_rejected_fraction, log=_logger.warning
+            schedule.rollouts_needed, max_fraction=trainer.max_rejected_fraction, log=_logger.warning
         )
         self.has_batch_in_hand = False
         self._drafts = LoggedDrafts(engine)
@@ -172,7 +169,7 @@ class ScheduledRun:
             schedule,
             environments=environments,
             filter_groups=None if chosen is None else ScoredGroups(chosen, schedule, self._score),
-            sampling=sampling,
+            sampling=trainer.sampling,
             # In this order: an event is in the file before the run stops.
             log=EventLog(self._log, self._rejections, self._replace_filtered),
         )
@@ -210,7 +207,7 @@ class ScheduledRun:
             self._extend_data()
 
     def _score(self, group: Sequence[Rollout]) -> None:
-        self._score_group(group)
+        score_group(self._trainer, group)
         self._log.note(group)
 
     def score(self, reward_of: dict[int, float]) -> None:

@@ -30,7 +30,6 @@ import inspect
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ from sortedrl.integrations.trl.engine import (
     longest_context,
 )
 from sortedrl.integrations.trl.environments import TrlEnvironments
-from sortedrl.integrations.trl.group_rewards import rewards_of_update, score_group, total_rewards
+from sortedrl.integrations.trl.group_rewards import rewards_of_update, total_rewards
 from sortedrl.integrations.trl.rows import (
     Row,
     dealt,
@@ -148,11 +147,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             context = longest_context(engine, self)
             self.schedule = fields.with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(self, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds)
-        self._sampling = Sampling(temperature=self.temperature)
+        self.sampling = Sampling(temperature=self.temperature)
         spec = engine_spec(engine, self, reuse_kv_cache) if isinstance(engine, str) else None
         is_here = self._ranks.rank == 0 or not self._is_shared
-        self._engine = TrainerEngine(engine, lambda: self.model, spec, self.schedule, self._sampling, is_here=is_here)
-        self._max_rejected_fraction = max_rejected_fraction
+        self._engine = TrainerEngine(engine, self, spec, is_here=is_here)
+        self.max_rejected_fraction = max_rejected_fraction
         # TRL enables the correction of decoupled PPO in its vLLM mode; its generation is replaced anyway.
         self._decoupled = off_policy_correction == "decoupled"
         self.use_vllm = self._decoupled
@@ -190,15 +189,11 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
             self._run = FollowedRun()
             return
         self._run = ScheduledRun(
+            self,
             self._engine.ready(),
             self.prompts(),
-            self.schedule,
-            sampling=self._sampling,
-            shuffle=bool(self.shuffle_dataset),
             updates=-(-self.state.max_steps // fields.optimizer_steps_per_update(self.args)),
             log_path=Path(self.args.output_dir) / (f"events-{rank}.jsonl" if rank else "events.jsonl"),
-            max_rejected_fraction=self._max_rejected_fraction,
-            score_group=partial(score_group, self),
             environments=None if self.tool_use is None else TrlEnvironments(self.tool_use),
             saved=saved,
         )
