@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from chat_tokenizer import chat_tokenizer
-from processes import wait_until
+from processes import PATIENCE_SECONDS, wait_until
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
 from sortedrl.tasks.environments import TaskEnvironments
 from sortedrl.tasks.task import Problem
@@ -27,20 +26,26 @@ def speak(rollout: Rollout, text: str = "go", *, ends: bool = True) -> None:
         rollout.append(Segment(part, [-0.5] * len(part), 0))
 
 
+def collected(source: Any, count: int, seconds: float = PATIENCE_SECONDS) -> list[Any]:
+    """So many answers or scores, as they come."""
+    found: list[Any] = []
+
+    def all_came() -> bool:
+        source.wait(1.0)
+        found.extend(source.collect())
+        return len(found) >= count
+
+    wait_until(all_came, seconds)
+    return found
+
+
 def answers_of(environments: TaskEnvironments, rollouts: Sequence[Rollout], call: int = 0) -> dict[int, Answer]:
     """To what was said last, by rollout; all of them are submitted first."""
     for rollout in rollouts:
         environments.submit(rollout, call)
-    found: dict[int, Answer] = {}
-
-    def all_came() -> bool:
-        environments.wait(1.0)
-        found.update({answer.rollout_id: answer for answer in environments.collect()})
-        return len(found) == len(rollouts)
-
-    wait_until(all_came)
-    assert environments.pending == 0 and all(answer.call == call for answer in found.values())
-    return found
+    found = collected(environments, len(rollouts))
+    assert environments.pending == 0 and all(answer.call == call for answer in found)
+    return {answer.rollout_id: answer for answer in found}
 
 
 def turn(environments: TaskEnvironments, rollout: Rollout, text: str = "go", call: int = 0) -> Answer:
@@ -59,16 +64,3 @@ def shown(answer: Answer) -> str:
 
 def end_by(limit: str, rollout: Rollout) -> None:
     rollout.truncated, rollout.ended_by, rollout.state = True, limit, State.FINISHED
-
-
-def scores_of(environments: TaskEnvironments) -> list[Score]:
-    """Of the rollouts that a limit ended."""
-    found: list[Score] = []
-
-    def came() -> bool:
-        environments.ends.wait(1.0)
-        found.extend(environments.ends.collect())
-        return bool(found)
-
-    wait_until(came)
-    return found

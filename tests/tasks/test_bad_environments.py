@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from counting_task import SHORT_LIMIT_SECONDS, CountingTask
-from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, speak, turn
+from environment_turns import TOKENIZER, answers_of, collected, end_by, rollout_of, speak, turn
 from paced import PacedEngine
 from sortedrl.core import Controller, EventLog, Prompt, Prompts, RejectionWatch, Schedule, events
 from sortedrl.core.rollout import Rollout
@@ -83,7 +83,7 @@ def test_an_end_that_is_pending_and_a_replay_that_differs_are_not_held_against_a
         end_by("max_turns", ended)
         environments.ends.submit(ended)
         assert "exit code 3" in str(turn(environments, bad).error)
-        assert [(one.reward, one.error) for one in scores_of(environments)] == [(-1.0, None)]
+        assert [(one.reward, one.error) for one in collected(environments.ends, 1)] == [(-1.0, None)]
         lost = turn(environments, random)
         assert lost.is_lost and not lost.counts, "it lost its instance by another's fault"
 

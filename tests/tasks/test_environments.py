@@ -12,7 +12,7 @@ import pytest
 
 from chat_tokenizer import chat_tokenizer
 from counting_task import CountingTask
-from environment_turns import TOKENIZER, answers_of, end_by, rollout_of, scores_of, shown, speak, turn
+from environment_turns import TOKENIZER, answers_of, collected, end_by, rollout_of, shown, speak, turn
 from processes import wait_for_end, wait_until
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.tasks.environment_calls import turns_of
@@ -224,7 +224,7 @@ def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
         if "resumed" in instance:
             assert environments.restore(rollout, state)
         environments.ends.submit(rollout)
-        (scored,) = scores_of(environments)
+        (scored,) = collected(environments.ends, 1)
         assert (scored.rollout_id, scored.reward, scored.error) == (0, -1.0 if cuts_a_turn else -2.0, None)
         assert environments.ends.pending == environments.pending == 0
     assert "p0 finish max_response_tokens" in notes(log)

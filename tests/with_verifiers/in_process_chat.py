@@ -13,7 +13,6 @@ __all__ = ["InProcessChat"]
 
 
 class InProcessChatConfig(HarnessConfig):
-    rewrites: bool = False  # change an earlier turn, as a harness that compacts the conversation does
     adds: str = ""  # to the prompt
 
 
@@ -33,8 +32,6 @@ class InProcessChat(Harness[InProcessChatConfig]):
             if isinstance(prompt, str)
             else [message_to_wire(message) for message in prompt or []]
         )
-        if self.config.rewrites and len(messages) > 2:
-            messages[0] = {**messages[0], "content": "compacted"}
         async with httpx.AsyncClient(timeout=None) as client:
             reply = await client.post(
                 f"{endpoint}/chat/completions",

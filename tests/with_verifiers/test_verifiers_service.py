@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import chat_tokenizer
-from processes import wait_for_end, wait_until
+from environment_turns import collected
+from processes import wait_for_end
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.scoring import Score
 from sortedrl.core.turns import Answer
@@ -28,19 +29,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
     chat_tokenizer().save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
-
-
-def collected(source: Any, count: int) -> list[Any]:
-    """So many answers or scores, as they come."""
-    found: list[Any] = []
-
-    def all_came() -> bool:
-        source.wait(1.0)
-        found.extend(source.collect())
-        return len(found) >= count
-
-    wait_until(all_came, PATIENCE_SECONDS)
-    return found
 
 
 class Game:
@@ -70,7 +58,7 @@ class Game:
         return self.next_answer()
 
     def next_answer(self) -> Answer:
-        (answer,) = collected(self.environments, 1)
+        (answer,) = collected(self.environments, 1, PATIENCE_SECONDS)
         assert answer.call == self.calls
         return answer
 
@@ -85,7 +73,7 @@ class Game:
     def score(self, rollout: Rollout, limit: str) -> Score:
         rollout.truncated, rollout.ended_by = True, limit
         self.ends.submit(rollout)
-        (scored,) = collected(self.ends, 1)
+        (scored,) = collected(self.ends, 1, PATIENCE_SECONDS)
         return scored
 
 
@@ -172,7 +160,7 @@ def test_many_rollouts_at_a_time(tokenizer: Any) -> None:
         for rollout in rollouts.values():
             game.speak(rollout, "a" * (rollout.id + 1))
             game.environments.submit(rollout, rollout.id)
-        answers = collected(game.environments, 8)
+        answers = collected(game.environments, 8, PATIENCE_SECONDS)
         for answer in answers:
             assert answer.call == answer.rollout_id
             assert f"turn 1: {answer.rollout_id + 1} l" in tokenizer.decode(answer.observation)

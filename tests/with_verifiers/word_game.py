@@ -19,7 +19,7 @@ __all__ = ["WordGameEnv", "WordGameTaskset"]
 class WordGameConfig(vf.TasksetConfig):
     turns: int = 3
     tasks: int = 40
-    fault: Literal["", "raises", "hangs", "stays", "blocks", "dies", "differs"] = ""
+    fault: Literal["", "raises", "hangs", "stays", "blocks", "dies"] = ""
     only_once: str = ""  # a file: with it the fault strikes once
 
 
@@ -47,7 +47,7 @@ class WordGameEnv(vf.Env[WordGameEnvConfig]):
                     break
                 observation = f"turn {len(replies)}: {len(segment.last_reply)} letters"
                 if len(replies) == 2 and config.fault and _strikes(config.only_once):
-                    observation += await _fault(config.fault)
+                    await _fault(config.fault)
                 segment = await interaction.turn(observation)
         trace = interaction.trace
         trace.record_reward("has_a", sum("a" in reply for reply in replies) / max(len(replies), 1), 1.0)
@@ -64,7 +64,7 @@ def _strikes(only_once: str) -> bool:
     return True
 
 
-async def _fault(fault: str) -> str:
+async def _fault(fault: str) -> None:
     if fault == "raises":
         raise RuntimeError("the game is broken")
     if fault == "hangs":
@@ -74,9 +74,7 @@ async def _fault(fault: str) -> str:
             await asyncio.sleep(3600)
     if fault == "blocks":
         time.sleep(3600)
-    if fault == "dies":
-        os._exit(3)
-    return f" at {time.time()}"
+    os._exit(3)
 
 
 class WordGameTaskset(vf.Taskset[WordGameTask, WordGameConfig]):

@@ -163,9 +163,6 @@ def selected_logprobs(
     def score(hidden_ch: Tensor, targets_c: Tensor) -> tuple[Tensor, Tensor]:
         return scores(head(hidden_ch), targets_c, temperature, entropy_gradient)
 
-    if not len(targets_n):
-        empty_n = hidden_nh.new_zeros(0, dtype=torch.float32)
-        return empty_n, empty_n
     with torch.no_grad():
         vocabulary = head(hidden_nh[:1]).shape[-1]
     chunk = max(1, logits_per_chunk // vocabulary)

@@ -33,9 +33,6 @@ class AdamW:
         in_bf16 = [parameter for parameter in self.parameters if parameter.dtype == torch.bfloat16]
         self._remainder = [torch.zeros_like(parameter, dtype=torch.int16) for parameter in in_bf16]
 
-    def _decays(self, parameter: nn.Parameter) -> bool:
-        return self.weight_decay > 0 and parameter.ndim > 1
-
     @torch.no_grad()
     def grad_norm(self) -> float:
         """The norm over all weights, summed in fp32."""
@@ -70,7 +67,7 @@ class AdamW:
         self, parameter: nn.Parameter, learning_rate: float, gradient_scale: float
     ) -> Sequence[float | Tensor]:
         """What `_step_flat` needs beside tensors. A compiled one takes tensors: numbers would be part of its code."""
-        decay = 1.0 - learning_rate * self.weight_decay if self._decays(parameter) else 1.0
+        decay = 1.0 - learning_rate * self.weight_decay if parameter.ndim > 1 else 1.0
         numbers = (gradient_scale, learning_rate, decay, *(1 - beta**self.steps for beta in self.BETAS))
         if not self._compiled:
             return numbers

@@ -70,13 +70,11 @@ class Inbox(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """`call`: the scheduler's number; None for the end of a rollout by a limit. `turns` are those of the rollout, which
-    an instance plays."""
+    """`call`: the scheduler's number; None for the end of a rollout by a limit. `turns` are those of the rollout."""
 
     rollout_id: int
     attempt: int
     call: int | None
-    instance: int
     turns: Sequence[Turn]
 
     def answer(self) -> Answer:

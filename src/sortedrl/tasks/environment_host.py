@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.environment import Environment, Response, as_messages, end_of, is_end
+from sortedrl.tasks.environment_calls import Results
 from sortedrl.tasks.task import Problem
 
 ERRORS = (Exception, SystemExit, KeyboardInterrupt)
@@ -49,13 +50,9 @@ class Result(NamedTuple):
     counts: bool = True
 
 
-class Host(Protocol):
+class Host(Results[Result], Protocol):
     def submit(self, call: Call) -> None:
         """Must not block, except for a host that answers at once."""
-
-    def collect(self) -> list[Result]: ...
-
-    def wait(self, timeout_seconds: float) -> None: ...
 
     def drop(self, instance: int) -> None:
         """Close an instance, and end its call if one is pending: no result follows. Must not block."""

@@ -104,7 +104,7 @@ class TaskEnvironments(EnvironmentCalls[Result]):
     ) -> None:
         instance = self._instance_of(rollout, len(earlier))
         number = next(self._numbers)
-        self._pending[number] = Pending(rollout.id, rollout.attempt, call, instance.number, turns)
+        self._pending[number] = Pending(rollout.id, rollout.attempt, call, turns)
         problem = self._problem(rollout)
         self._host.submit(Call(number, instance.number, problem, tuple(earlier), instance.state, response, reason))
 
@@ -130,8 +130,7 @@ class TaskEnvironments(EnvironmentCalls[Result]):
         difference = self._difference(pending.turns, result)
         if difference is not None:
             result = Result(result.call, error=difference, is_lost=True, counts=result.counts)
-        instance = self._instances.get(pending.rollout_id)
-        if result.observation is None and instance is not None and instance.number == pending.instance:
+        if result.observation is None:
             self._drop(pending.rollout_id)
         if result.error is not None:
             return answer._replace(error=result.error, is_lost=result.is_lost, counts=result.counts)

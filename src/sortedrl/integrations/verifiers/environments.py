@@ -46,10 +46,10 @@ class VerifiersEnvironments(EnvironmentCalls[Report]):
     def _ask(self, rollout: Rollout, call: int | None) -> None:
         number = next(self._numbers)
         turns = turns_of(rollout, self._eos_token_ids if call is None else None)
-        episode = self._episode_of(rollout)
-        self._pending[number] = Pending(rollout.id, rollout.attempt, call, episode, turns)
+        self._pending[number] = Pending(rollout.id, rollout.attempt, call, turns)
         limit = "" if call is not None else rollout.ended_by or "the rollout ended"
-        ask = Ask(number, episode, rollout.prompt.payload.answer, rollout.prompt.tokens, turns, limit)
+        data = rollout.prompt.payload.answer
+        ask = Ask(number, self._episode_of(rollout), data, rollout.prompt.tokens, turns, limit)
         self._service.ask(ask, lambda report: self._reports.add([report]))
 
     def _episode_of(self, rollout: Rollout) -> int:
