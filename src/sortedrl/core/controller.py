@@ -172,9 +172,8 @@ class Controller:
 
     def _has_more(self) -> bool:
         at_end = self._max_updates is not None and self.updates >= self._max_updates
-        return not (at_end or self._generation.is_interrupted) and bool(
-            self._state.prompts.remaining or self.buffer.untrained
-        )
+        is_left = bool(self._state.prompts.remaining or self.buffer.untrained)
+        return is_left and not (at_end or self._generation.is_interrupted)
 
     def publish(self, weights: Any = None) -> int:
         """The learner has new weights. Returns their version. Call it at most once per batch: the staleness bound

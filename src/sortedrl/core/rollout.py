@@ -201,8 +201,7 @@ class Rollout:
         dropped = self.policy_length
         self.length = self.policy_length = 0
         self.segments.clear()
-        self.truncated = False
-        self.ended_by = ""
+        self.truncated, self.ended_by = False, ""
         return dropped
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.user_values import as_reward, reason_of
+from sortedrl.core.user_values import as_reward
 
 
 class Score(NamedTuple):
@@ -67,7 +67,9 @@ class ScoreAtOnce:
         try:
             self._done.append(Score(rollout.id, as_reward(self._reward(rollout)), attempt=rollout.attempt))
         except (Exception, SystemExit) as error:
-            self._done.append(Score(rollout.id, None, error=reason_of(error), attempt=rollout.attempt))
+            from sortedrl.core.import_path import fault_in_your_code  # slow to import
+
+            self._done.append(Score(rollout.id, None, error=fault_in_your_code(error), attempt=rollout.attempt))
 
     def collect(self) -> list[Score]:
         done, self._done = self._done, []

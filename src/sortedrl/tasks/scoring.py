@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from sortedrl.core.configuration import checked_float, checked_int
+from sortedrl.core.import_path import fault_in_your_code
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Score, ScoreAtOnce
-from sortedrl.core.user_values import reason_of
 from sortedrl.tasks.task import Problem, Reward, Task, checked_reward
 from sortedrl.tasks.worker_process import WorkerError
 from sortedrl.tasks.workers import WorkerPool
@@ -176,7 +176,7 @@ def _attempt(score: Callable[[Rollout], Reward], rollout: Rollout) -> Score:
     except BaseException as error:  # SystemExit, too: a reward must not end the run
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        reason = str(error) if isinstance(error, WorkerError) else reason_of(error)
+        reason = str(error) if isinstance(error, WorkerError) else fault_in_your_code(error)
         return Score(rollout.id, None, error=reason, attempt=rollout.attempt)
 
 

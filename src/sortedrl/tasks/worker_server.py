@@ -123,7 +123,9 @@ def _answer(function: Callable[..., Any], request: Request, connection: Connecti
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # including SystemExit and KeyboardInterrupt from the function
-        kind, value = "raised", reason_of(error)
+        from sortedrl.core.import_path import fault_in_your_code  # slow to import
+
+        kind, value = "raised", fault_in_your_code(error)
     connection.require_modules()
     return Answer(request.number, kind, value, has_threads=threading.active_count() > 1)
 
