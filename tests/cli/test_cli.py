@@ -345,10 +345,6 @@ BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
         ["data = 'nofile.jsonl' (set by flag --data)", "no such file"],
     ),
     "data of a task without": ("train --data nofile", ["data = 'nofile' (set by flag --data)"]),
-    "a model path that is not there": (
-        "train --model ./nowhere",
-        ["model = './nowhere' (set by flag --model): there is no such folder. Name a folder"],
-    ),
     "a model folder without a model": ("bench --model /", ["this folder has no config.json"]),
     "no config file": ("simulate --config /nowhere.toml", ["config", "No such file"]),
 }

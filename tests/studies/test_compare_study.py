@@ -55,18 +55,6 @@ def test_arms_are_run_at_every_point_of_the_grid() -> None:
     assert found["fast,partial,overlap=true"] == {"learning_rate": 1e-3, "mode": "partial", "overlap": True}
 
 
-INTEGERS = st.integers(-(2**63), 2**63 - 1)  # of TOML
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.lists(INTEGERS, min_size=1, max_size=3, unique=True)))
-def test_a_grid_has_every_combination_once(grid: dict[str, list[int]]) -> None:
-    if not grid:
-        return
-    found = arms_of({}, {}, grid)
-    expected = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    assert list(found.values()) == expected
-
-
 REFUSED: dict[str, tuple[str, list[str]]] = {
     "unknown key": (TWO_ARMS.replace("seeds", "seed_s") + CONTRAST, ["seed_s", "Did you mean seeds?"]),
     "unknown key of a contrast": (TWO_ARMS + CONTRAST + "outcom = 1", ["outcom", "Did you mean outcome?"]),

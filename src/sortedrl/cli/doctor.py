@@ -1,7 +1,6 @@
 """`sortedrl doctor`: check what is installed and whether it works here.
 
-Versions and extras come from package metadata and GPUs from the driver's tool, so nothing heavy is imported. In full it
-also trains the built-in model for two updates, which imports PyTorch.
+Versions and extras come from package metadata, GPUs from the driver's tool: without --full nothing heavy is imported.
 """
 
 import json
