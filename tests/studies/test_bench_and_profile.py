@@ -210,7 +210,6 @@ def test_progress_has_an_eta_at_the_pace_so_far() -> None:
     lines: list[str] = []
     now = [100.0]
     progress = bench.Progress(2, 5, lines.append, now=lambda: now[0])
-    progress.start()
     now[0] += 30
     progress.update("partial", 1)
     now[0] += 30
