@@ -161,14 +161,13 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
     if Path(settings.model).is_dir():
         model_named(settings.model)
     per_case = updates_per_case(workload, schedule, settings.updates)
-    runs = f"{counted(len(cases) * per_case, 'update')} in {counted(len(cases), 'mode')}"
+    updates = len(cases) * per_case
+    runs = f"{counted(updates, 'update')} in {counted(len(cases), 'mode')}"
     log(f"{runs}; loading engine {settings.engine}, model {settings.model}")
     engine, vocabulary = bare_engine(settings, settings.model, max_length)
     log(f"{counted(engine.slots, 'slot')} on {machine()}; warming up")
     rate = warm_up(engine, vocabulary, max_length)
-    seconds = (
-        len(cases) * per_case * schedule.rollouts_needed * simulated.mean_response_tokens(workload, schedule) / rate
-    )
+    seconds = updates * schedule.rollouts_needed * simulated.mean_response_tokens(workload, schedule) / rate
     log(f"{rate:,.0f} tok/s in the warm-up: all modes take about {clock(seconds)}")
     limit = None
     if settings.limit == "measured":
