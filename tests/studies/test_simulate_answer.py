@@ -363,13 +363,11 @@ def test_if_every_mode_has_length_bias_none_is_recommended() -> None:
     assert "No mode here is free of length bias (more than 2%), so none is recommended." in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("mode", "compared"),
-    [("baseline", "--modes baseline partial+elevator"), ("partial+elevator", "--modes baseline partial+elevator")],
-)
-def test_one_mode_alone_gets_no_verdict_and_no_gain_over_itself(mode: str, compared: str) -> None:
+@pytest.mark.parametrize("mode", ["baseline", "partial+elevator"])
+def test_one_mode_alone_gets_no_verdict_and_no_gain_over_itself(mode: str) -> None:
     text = sortedrl("simulate", *SMALL, "--modes", mode, "--details").stdout
-    assert compared in text and not any(word in text for word in ("gain ", "Gains", "x)", "1.00x", "You do not need"))
+    assert "--modes baseline partial+elevator" in text
+    assert not any(word in text for word in ("gain ", "Gains", "x)", "1.00x", "You do not need"))
 
 
 @pytest.mark.slow
