@@ -235,23 +235,6 @@ def test_streaming_with_the_batch_s_own_mean_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "an advantage depends on the other rollouts" in done.stderr
 
 
-FILTERS = {
-    "no such filter": ("--filter-groups equal", ["filter_groups = 'equal'", "no such filter", "equal_rewards"]),
-    "nothing to compare": (
-        "--filter-groups equal_rewards --rollouts-per-prompt 1 --algorithm reinforce++",
-        ["it compares the rollouts of a group", "rollouts_per_prompt to 2"],
-    ),
-    "a module that is missing": ("--filter-groups no_such_module:f", ["no module 'no_such_module'"]),
-    "a mode that cannot": ("--filter-groups equal_rewards --mode tail-batching", ["mode tail-batching", "elevator"]),
-}
-
-
-@pytest.mark.parametrize("flags, words", FILTERS.values(), ids=FILTERS)
-def test_a_filter_that_cannot_work_is_refused_with_a_fix(flags: str, words: list[str]) -> None:
-    done = sortedrl("train", "--dry-run", *flags.split())
-    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
-
-
 STREAMED = "train --stream --engine vllm-server --engine-urls http://127.0.0.1:1"
 BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
     "a folder that is not UTF-8": (["train", "--out", "runs/\udcff"], ["'runs/\\udcff' is not UTF-8"]),
@@ -345,11 +328,38 @@ BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
         ["data = 'nofile.jsonl' (set by flag --data)", "no such file"],
     ),
     "data of a task without": ("train --data nofile", ["data = 'nofile' (set by flag --data)"]),
-    "a model path that is not there": (
-        "train --model ./nowhere",
-        ["model = './nowhere' (set by flag --model): there is no such folder. Name a folder"],
-    ),
     "a model folder without a model": ("bench --model /", ["this folder has no config.json"]),
+    "no such filter": (
+        "train --dry-run --filter-groups equal",
+        ["filter_groups = 'equal'", "no such filter", "equal_rewards"],
+    ),
+    "a filter with nothing to compare": (
+        "train --dry-run --filter-groups equal_rewards --rollouts-per-prompt 1 --algorithm reinforce++",
+        ["it compares the rollouts of a group", "rollouts_per_prompt to 2"],
+    ),
+    "a filter that is missing": ("train --dry-run --filter-groups no_such:f", ["no module 'no_such'"]),
+    "a filter in a mode that cannot": (
+        "train --dry-run --filter-groups equal_rewards --mode tail-batching",
+        ["mode tail-batching", "elevator"],
+    ),
+    "a filter by rewards without any": (
+        "simulate --filtered file --rollouts-per-prompt 8 --whole-groups",
+        ["there is no --lengths"],
+    ),
+    "an unknown mode of a bench": ("bench --modes aprill", ["Did you mean april?"]),
+    "a learner of a bench": ("bench --learner-seconds-per-update 3", ["a bench has no learner"]),
+    "stale KV of a bench": ("bench --reuse-kv-cache", ["--engine-options reuse_kv_cache True"]),
+    "stale KV that is neither": (
+        "bench --engine vllm --engine-options reuse_kv_cache no",
+        ["it is either True or False"],
+    ),
+    "too many accepted drafts": ("simulate --drafts tail --draft-acceptance 4.5", ["at most draft_tokens + 1 = 4"]),
+    "accepted drafts without any": ("simulate --draft-acceptance 2", ["nothing is drafted"]),
+    "no profile with drafts": ("simulate --drafts tail --draft-step-time missing.json", ["missing.json"]),
+    "observations beyond the KV cache": (
+        "simulate --turns 5 --observation-tokens 128 --kv-tokens 8400",
+        ["128 + 8192 + 512 tokens"],
+    ),
     "no config file": ("simulate --config /nowhere.toml", ["config", "No such file"]),
 }
 

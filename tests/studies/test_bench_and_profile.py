@@ -212,7 +212,6 @@ def test_progress_has_an_eta_at_the_pace_so_far() -> None:
     lines: list[str] = []
     now = [100.0]
     progress = bench.Progress(2, 5, lines.append, now=lambda: now[0])
-    progress.start()
     now[0] += 30
     progress.update("partial", 1)
     now[0] += 30
@@ -288,21 +287,9 @@ def test_bench_and_profile_from_the_command_line(tmp_path: Path, told: Any, refu
     assert "no file can be made there (File exists)" in refused("bench", "--events", out)
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--modes aprill", "Did you mean april?"),
-        ("--learner-seconds-per-update 3", "a bench has no learner"),
-        ("--reuse-kv-cache", "--engine-options reuse_kv_cache True"),
-        ("--engine vllm --engine-options reuse_kv_cache no", "it is either True or False"),
-        ("--engine vllm --engine-options reuse_kv_cache True enable_sleep_mode True", "frees its KV cache"),
-    ],
-)
-def test_a_bench_that_cannot_work_is_refused(words: str, why: str, refused: Any) -> None:
-    assert why in refused("bench", *words.split())
-
-
-def test_what_is_predicted_keeps_keys_as_the_engine_does() -> None:
+def test_what_is_predicted_keeps_keys_as_the_engine_does(refused: Any) -> None:
+    options = ["reuse_kv_cache", "True", "enable_sleep_mode", "True"]
+    assert "frees its KV cache" in refused("bench", "--engine", "vllm", "--engine-options", *options)
     assert not bench_workload(BenchSettings(engine="vllm")).reuse_kv_cache
     assert bench_workload(BenchSettings(engine="vllm", engine_options={"reuse_kv_cache": "True"})).reuse_kv_cache
     assert simulated_workload(SimulateSettings(reuse_kv_cache=True)).reuse_kv_cache

@@ -76,6 +76,10 @@ def line(arm: str, seed: int) -> dict[str, Any]:
     }
 
 
+def failed_line(seed: int, error: str) -> dict[str, Any]:
+    return {"arm": "fast", "seed": seed, "settings": line("fast", seed)["settings"], "error": error}
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "study.toml").write_text(STUDY)
@@ -144,8 +148,7 @@ def test_arms_that_trained_on_different_numbers_of_rollouts_are_noticed(folder: 
 
 
 def test_failed_and_missing_runs_are_counted_and_their_seeds_left_out(folder: Path) -> None:
-    failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
-    append(folder / "results.jsonl", failed | {"error": "CUDA out of memory (exit code 2)"})
+    append(folder / "results.jsonl", failed_line(3, "CUDA out of memory (exit code 2)"))
     (folder / "study.toml").write_text(STUDY.replace("seeds = 8", "seeds = 9"))
     found = compared(folder)
     assert [(one["arm"], one["seed"]) for one in found.failures] == [("fast", 3)]
@@ -163,11 +166,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused(folder: Path, refused: An
 
 def test_errors_are_shown_as_they_are(folder: Path, told: Any) -> None:
     """Text in brackets is no markup of the terminal's tables. Control characters do not reach the terminal."""
-    failed = {key: value for key, value in line("fast", 3).items() if key in ("arm", "seed", "settings")}
     errors = {3: "cannot read [/data/x.jsonl] (exit code 2)", 4: "[rank0]: out of memory in a:bug:b (exit code 1)"}
-    append(folder / "results.jsonl", failed | {"seed": 5, "error": "\x1b[2Jcleared\x07"})
-    for seed, error in errors.items():
-        append(folder / "results.jsonl", failed | {"seed": seed, "error": error})
+    for seed, error in {**errors, 5: "\x1b[2Jcleared\x07"}.items():
+        append(folder / "results.jsonl", failed_line(seed, error))
     shown = told("compare", "--from", folder, code=2).out
     for error in (*errors.values(), r"\x1b[2Jcleared\x07"):
         assert error in shown
@@ -304,7 +305,7 @@ def test_a_study_that_stays_as_it_was_planned_says_so(folder: Path) -> None:
     before = results.read_text()
     found = continued(folder, STUDY)
     assert f"Study {parsed_study(STUDY, 'x').digest}: as planned before the first result." in shown(found)
-    assert as_json(found)["study_changes"] == []
+    assert not as_json(found)["study_changes"]
     assert results.read_text() == before, "the same plan is recorded once"
 
 

@@ -302,7 +302,6 @@ def test_a_finished_run_with_damaged_metrics_has_failed(
     scripted = Scripted(monkeypatch, tmp_path, lambda run: FAILS if run.seed else f"cp -r {good} {{folder}}")
     shutil.copytree(good, broken := out / "runs/elevator/seed-0")
     (broken / "metrics.jsonl").write_text('{"update": 1, "sec')
-    (out / "study.toml").touch()
     found = run_study(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), out, 1, printed.append)
     assert scripted.started == ["baseline seed 0", "baseline seed 1", "elevator seed 1"]
     assert [(one["arm"], one["seed"]) for one in found.failures] == [

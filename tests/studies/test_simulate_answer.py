@@ -52,13 +52,20 @@ def sortedrl(*words: str, columns: int = 100) -> Done:
     return done
 
 
-def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_seconds() -> None:
+def within_seconds(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command in a new interpreter: its CPU time counts from the first import."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "COLUMNS": "100"}
-    words = [sys.executable, "-m", "sortedrl", "simulate"]  # its CPU time counts from the first import
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = (sys.executable, "-m", "sortedrl", *words)
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    lines = done.stdout.splitlines()
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 15, f"{seconds:.1f} CPU-seconds: 6 are wanted on a quiet machine"
+    return done
+
+
+def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_seconds() -> None:
+    lines = within_seconds("simulate").stdout.splitlines()
     assert len(lines) <= 30
     head = next(i for i, line in enumerate(lines) if line.startswith("mode "))
     table = lines[head + 2 : head + 2 + len(ROWS)]
@@ -69,8 +76,6 @@ def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_secon
     assert "hours instead of" in text and "mean staleness" in text
     assert "Gains are ±" in text
     assert "H200" in "\n".join(lines[:head])
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 15, f"{seconds:.1f} CPU-seconds: 6 are wanted on a quiet machine"
 
 
 @pytest.fixture
@@ -155,13 +160,7 @@ def test_the_choice_of_plan_is_within_the_bounds_and_of_two_close_ones_the_one_w
 
 
 def test_plan_within_seconds_ends_with_lines_to_paste_and_shows_progress_when_piped() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    words = [sys.executable, "-m", "sortedrl", "plan", "--learner-seconds", "20"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 15, f"{seconds:.1f} CPU-seconds"
+    done = within_seconds("plan", "--learner-seconds", "20")
     assert done.stderr.startswith("planning: 0 of ")
     end = done.stdout[done.stdout.index("sortedrl train --config") :]
     toml = tomllib.loads("\n".join(line for line in end.splitlines() if " = " in line))
@@ -278,15 +277,11 @@ def test_a_number_has_no_exponent(value: float, text: str) -> None:
 
 
 def test_many_tokens_per_second_are_written_out() -> None:
-    modes = {"baseline": metrics_of("baseline", 4e7), "partial": metrics_of("partial", 5e4, bias=-0.001)}
-    modes = {name: m | {"of_limit": 0.5, "kept": m["goodput"]} for name, m in modes.items()}
-    texts = []
-    for table in (table_of("", modes, ANSWER), table_of("", modes, THROUGHPUT)):
-        console = Console(file=io.StringIO(), width=100)
-        show(console, [table])
-        texts.append(console.file.getvalue())  # type: ignore[attr-defined]
-    assert "e+" not in texts[1] and "11,111 (1.00x)" in texts[1]
-    assert "-0%" not in texts[0]
+    modes = {name: metrics_of(name, rate) for name, rate in (("baseline", 4e7), ("partial", 5e4))}
+    console = Console(file=io.StringIO(), width=100)
+    show(console, [table_of("", {name: m | {"kept": m["goodput"]} for name, m in modes.items()}, THROUGHPUT)])
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "e+" not in text and "11,111 (1.00x)" in text
     slow = {name: metrics_of(name, rate) | {"limit": 20.0} for name, rate in (("baseline", 4e4), ("partial", 5e4))}
     assert "2,000 hours instead of 2,500" in conclusion(rows_of(*slow), slow)
 
@@ -373,13 +368,11 @@ def test_if_every_mode_has_length_bias_none_is_recommended() -> None:
     assert "No mode here is free of length bias (more than 2%), so none is recommended." in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("mode", "compared"),
-    [("baseline", "--modes baseline partial+elevator"), ("partial+elevator", "--modes baseline partial+elevator")],
-)
-def test_one_mode_alone_gets_no_verdict_and_no_gain_over_itself(mode: str, compared: str) -> None:
+@pytest.mark.parametrize("mode", ["baseline", "partial+elevator"])
+def test_one_mode_alone_gets_no_verdict_and_no_gain_over_itself(mode: str) -> None:
     text = sortedrl("simulate", *SMALL, "--modes", mode, "--details").stdout
-    assert compared in text and not any(word in text for word in ("gain ", "Gains", "x)", "1.00x", "You do not need"))
+    assert "--modes baseline partial+elevator" in text
+    assert not any(word in text for word in ("gain ", "Gains", "x)", "1.00x", "You do not need"))
 
 
 @pytest.mark.slow
@@ -459,7 +452,7 @@ def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
         "bubble": 0.123,
         "waste": 0.4,
         "staleness_mean": 1.25,
-        "length_bias": 0.0,
+        "length_bias": -0.001,
     }
     modes = {name: metrics | {"mode": name} for name in ("baseline", "on-policy+planned (warm)")}
     console = Console(width=width, file=io.StringIO())

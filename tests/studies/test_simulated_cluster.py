@@ -48,9 +48,16 @@ def test_learner_seconds_are_those_of_an_update_of_the_configured_size() -> None
         ({"share_gpu": True, "stream": True, "separate_learner": True, "learner_seconds": 5.0}, "no GPU is shared"),
         ({"weights_gb": 16.0}, "both a size and a bandwidth"),
         ({"weights_gb": 16.0, "weights_gb_per_second": 8.0, "weight_update_seconds": 1.0}, "give another time"),
+        ({"controllers": 4}, "engines = 1: 4 controllers get equal parts of it. Use a multiple of 4"),
+        ({"controllers": 2, "engines": 2, "slots": 127}, "slots = 127: 2 controllers"),
+        (
+            {"controllers": 2, "engines": 2, "rollouts_per_prompt": 8, "whole_groups": True, "rollouts_per_update": 24},
+            "Use a multiple of 16",
+        ),
+        ({"controllers": 2, "engines": 2, "overlap": True}, "engine and learner take turns"),
     ],
 )
-def test_settings_of_the_learner_that_contradict_each_other_are_refused(flags: dict[str, Any], why: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(flags: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         SimulateSettings(**flags).check()
 
@@ -104,23 +111,6 @@ def test_controllers_meet_at_every_update_and_train_on_everything_once() -> None
     assert 0.5 * alone.trained_tokens_per_hour < found.trained_tokens_per_hour < alone.trained_tokens_per_hour
     assert found.trained_tokens_per_hour == pytest.approx(3600 * found.trained_tokens / found.wall_seconds)
     assert sum(isinstance(event, events.Updated) for event in log) == 16, "the first controller's events"
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"controllers": 4}, "engines = 1: 4 controllers get equal parts of it. Use a multiple of 4"),
-        ({"controllers": 2, "engines": 2, "slots": 127}, "slots = 127: 2 controllers"),
-        (
-            {"controllers": 2, "engines": 2, "rollouts_per_prompt": 8, "whole_groups": True, "rollouts_per_update": 24},
-            "Use a multiple of 16",
-        ),
-        ({"controllers": 2, "engines": 2, "overlap": True}, "engine and learner take turns"),
-    ],
-)
-def test_parts_of_controllers_that_are_not_equal_are_refused(flags: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigurationError, match=why):
-        SimulateSettings(**flags).check()
 
 
 def on_engines(engines: int, mode: str, seed: int = 0, **flags: Any) -> RunMetrics:

@@ -86,18 +86,6 @@ def test_plan_says_from_which_acceptance_on_drafts_pay(acceptance: float, told: 
     assert ("Leave speculative_config unset" in found["reason"]) == (acceptance < pays_from)
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--drafts", "tail", "--draft-acceptance", "4.5"], "at most draft_tokens + 1 = 4"),
-        (["--draft-acceptance", "2"], "nothing is drafted"),
-        (["--drafts", "tail", "--draft-step-time", "missing.json"], "missing.json"),
-    ],
-)
-def test_drafts_that_cannot_be_are_refused(flags: list[str], reason: str, refused: Any) -> None:
-    assert reason in refused("simulate", *flags)
-
-
 def cells(seconds: float) -> tuple[Cell, ...]:
     return tuple(Cell(r, c, r * c, seconds + 0.001 * r + 1e-8 * r * c, 1e-5) for r in (1, 8, 15) for c in (32, 256))
 

@@ -1,7 +1,6 @@
 """`sortedrl doctor`: check what is installed and whether it works here.
 
-Versions and extras come from package metadata and GPUs from the driver's tool, so nothing heavy is imported. In full it
-also trains the built-in model for two updates, which imports PyTorch.
+Versions and extras come from package metadata, GPUs from the driver's tool: without --full nothing heavy is imported.
 """
 
 import json
@@ -41,10 +40,8 @@ def run(settings: DoctorSettings) -> int:
     """Exit code 1 if the self-test failed."""
     if settings.dry_run:
         return print_settings(settings, {})
-    found = installation()
-    if settings.full:
-        with around_code_of_others(settings):
-            found |= self_test()
+    with around_code_of_others(settings):
+        found = installation() | (self_test() if settings.full else {})
     if settings.json_output:
         print(json.dumps(found))
     else:
@@ -98,11 +95,11 @@ def self_test() -> Row:
 
 def _show(found: Row) -> None:
     head = f"sortedrl {found['version']}, Python {found['python']}\ndevices: {', '.join(found['devices'])}\n"
-    packages = [[one[key] or "-" for key in ("name", "version", "least", "extra")] for one in found["packages"]]
+    rows = [[one[key] or "-" for key in ("name", "version", "least", "extra")] for one in found["packages"]]
     extras = dict.fromkeys(one["extra"] for one in found["packages"] if one["missing"] and one["extra"])
     missing = [f"{extra}: {install_hint(extra)}" for extra in extras]
     test = "not run; `sortedrl doctor --full` runs it"
     if "passed" in found:
         test = f"{'passed' if found['passed'] else 'FAILED'}: {found['detail']}"
-    table = tables.table("", ("package", "version", "at least", "for"), packages)
-    tables.show(table_console(), [head, table, "\nmissing", *missing, f"\ntwo updates of training: {test}"])
+    packages = tables.table("", ("package", "version", "at least", "for"), rows)
+    tables.show(table_console(), [head, packages, "\nmissing", *missing, f"\ntwo updates of training: {test}"])

@@ -21,10 +21,7 @@ def run(settings: EvalSettings) -> int:
     if settings.json_output:
         print(json.dumps(result))
         return 0
-    for name in ("mean_at_k", "pass_at_k"):
-        value = result[name]
-        print(
-            f"{name.replace('_at_k', '@' + str(result['samples']))} {value['value']:.3f} "
-            f"[{value['low']:.3f}, {value['high']:.3f}]"
-        )
+    for name in ("mean", "pass"):
+        value = result[f"{name}_at_k"]
+        print(f"{name}@{result['samples']} {value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]")
     return 0

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 from rich.console import Console
@@ -72,17 +72,13 @@ def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> Plai
     return run_console(sys.stderr if settings.json_output else sys.stdout, ends_with_reader=ends_with_reader)
 
 
-def around_code_of_others(settings: Settings) -> AbstractContextManager[None]:
-    """What engines, tasks and their libraries print to stdout goes to stderr if stdout is JSON."""
-    return stdout_goes_to_stderr() if settings.json_output else nullcontext()
-
-
 @contextmanager
-def stdout_goes_to_stderr() -> Iterator[None]:
-    """For code of others in a command whose stdout is JSON: vLLM prints its log there, and so may a task of the user.
-
-    The descriptor is redirected, too, for C code and child processes.
-    """
+def around_code_of_others(settings: Settings) -> Iterator[None]:
+    """What engines, tasks and their libraries print to stdout goes to stderr if stdout is JSON: vLLM prints its log
+    there, and so may a task of the user. The descriptor is redirected, too, for C code and child processes."""
+    if not settings.json_output:
+        yield
+        return
     ours = sys.stdout
     ours.flush()
     try:

@@ -106,7 +106,8 @@ def _validated(kind: type[S], values: dict[str, Any], flags: dict[str, Any] | No
         if flags and key in flags and first["type"].endswith(_OTHER_TYPE):
             value = first["input"] if isinstance(first["input"], str) else flags[key]
             raise FlagError(_expected(kind, key, f" {value}", program)) from None
-        raise _first_error(kind, refused) from None
+        in_file = f"Its meaning: {meaning_of(kind.model_fields[key])}." if key in kind.file_only else ""
+        raise first_error(refused, lambda key: in_file or f"See the help of --{flag_of(key)}.") from None
 
 
 # Flags
@@ -144,8 +145,7 @@ def _flags(kind: type[Settings], args: Sequence[str], program: str) -> dict[str,
         elif given or (words and not words[0].startswith("--")):
             found[key] = _value(value if given else words.pop(0), annotation)
         else:
-            expected = type_text(kind.model_fields[key].annotation)
-            raise FlagError(f"--{flag} needs a value: {expected}. See {program} --help.")
+            raise FlagError(f"--{flag} needs a value: {type_text(annotation)}. See {program} --help.")
     return found
 
 
@@ -189,10 +189,11 @@ def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
     if (ours := _our_name_for(key, kind)) is not None:
         use = f"set {ours} in a TOML file with --config" if ours in kind.file_only else f"use --{flag_of(ours)}"
         return f"no such flag: --{flag}. Here it has another name: {use}"
+    if key in kind.not_here:
+        return f"no such flag: --{flag}. Reason: {kind.not_here[key]}"
     known = [flag_of(key) for key in kind.model_fields if key not in kind.file_only]
     near = difflib.get_close_matches(flag, known, n=1)
-    hint = f"Did you mean --{near[0]}?" if near else f"See {program} --help."
-    return f"no such flag: --{flag}. " + (f"Reason: {kind.not_here[key]}" if key in kind.not_here else hint)
+    return f"no such flag: --{flag}. " + (f"Did you mean --{near[0]}?" if near else f"See {program} --help.")
 
 
 def _our_name_for(key: str, kind: type[Settings]) -> str | None:
@@ -224,12 +225,3 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
         elif (ours := _our_name_for(key, kind)) is not None:
             why, fix = "no such key: here it has another name", f"Use {ours}."
         raise ConfigurationError(key, value, why, fix)
-
-
-def _first_error(kind: type[Settings], error: pydantic.ValidationError) -> ConfigurationError:
-    def fix_for(key: str) -> str:
-        if key in kind.file_only:
-            return f"Its meaning: {meaning_of(kind.model_fields[key])}."
-        return f"See the help of --{flag_of(key)}."
-
-    return first_error(error, fix_for)

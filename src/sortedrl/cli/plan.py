@@ -11,7 +11,7 @@ from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, w
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.studies import plan, tables
-from sortedrl.studies.plan import PlanSettings, allowed_by, plan_drafts
+from sortedrl.studies.plan import Allowed, PlanSettings, plan_drafts
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload, step_time_of
 
 SETTINGS = PlanSettings
@@ -25,8 +25,9 @@ def run(settings: PlanSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings, schedule, workload.prompts)
     print_notices(settings)
+    allowed = Allowed(settings.max_length_bias, settings.max_staleness_mean, settings.max_cohort_updates)
     with ProgressBar("planning", quiet=settings.json_output, when_piped=True) as progress:
-        found = plan.plan(workload, schedule, allowed_by(settings), settings.seeds, progress)
+        found = plan.plan(workload, schedule, allowed, settings.seeds, progress)
     drafts = None if settings.drafts == "none" else plan_drafts(settings, workload, (found.choice, found.baseline))
     if settings.json_output:
         return print_json(settings, asdict(found) | ({} if drafts is None else {"drafts": asdict(drafts)}))

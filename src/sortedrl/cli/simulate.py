@@ -75,7 +75,9 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     """Applies the rule of `plan` to the rows that need no earlier epoch. The first row is the reference."""
     first, base = rows[0], modes[rows[0].name]
     if not tables.several(modes):
-        return f"One mode alone has no gain. Compare it with another: --modes {_with_another(first.schedule.mode)}"
+        mode = first.schedule.mode
+        pair = f"{mode} partial+elevator" if mode in BASELINES else f"baseline {mode}"
+        return f"One mode alone has no gain. Compare it with another: --modes {pair}"
     options = {row.name: option(row.name, row.schedule, dict(modes[row.name])) for row in rows}
     comparable = [options[row.name] for row in rows if row.workload.expectation == first.workload.expectation]
     if not any(one.is_baseline or is_allowed(one, Allowed()) for one in comparable):
@@ -104,10 +106,6 @@ def conclusion(rows: Sequence[Case], modes: Mapping[str, Mapping[str, Any]]) -> 
     if choice.staleness_mean > 0 and fresh is not None and _gain(modes[fresh.name], base) > 1.02:
         text += f"; without stale tokens, {fresh.name} gives {_gain(modes[fresh.name], base):.2f} times"
     return f"{text}.{larger_updates(choice)}"
-
-
-def _with_another(mode: str) -> str:
-    return f"{mode} partial+elevator" if mode in BASELINES else f"baseline {mode}"
 
 
 def _nothing_gained(

@@ -44,7 +44,12 @@ def run(settings: TraceSettings) -> int:
         return print_settings(settings, {"reads": str(source), "writes": str(out)})
     with paused_gc():
         log, unreadable = _intact_log(source)
-        _write_trace(log, out)
+        try:
+            with atomic_writer(out) as file:
+                write_trace(log, file)
+        except OSError as error:
+            fix = "Name a file in a folder that exists."
+            raise ConfigurationError("out", str(out), f"{error.strerror}", fix) from None
     slices = sum(isinstance(event, Started) for event in log)
     if settings.json_output:
         print(json.dumps({"trace": str(out), "slices": slices, "unreadable_lines": unreadable}))
@@ -69,12 +74,3 @@ def _intact_log(source: Path) -> tuple[list[Event], int]:
     if read.notice:
         print(f"sortedrl: {printable(str(source))}: {read.notice}", file=sys.stderr)
     return read.events, len(read.damage) + read.lost
-
-
-def _write_trace(log: list[Event], out: Path) -> None:
-    """Writes the whole file or nothing."""
-    try:
-        with atomic_writer(out) as file:
-            write_trace(log, file)
-    except OSError as error:
-        raise ConfigurationError("out", str(out), f"{error.strerror}", "Name a file in a folder that exists.") from None

@@ -160,13 +160,14 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
         make_folder("events", settings.events)
     if Path(settings.model).is_dir():
         model_named(settings.model)
-    progress = Progress(len(cases), updates_per_case(workload, schedule, settings.updates), log)
-    runs = f"{counted(progress.total, 'update')} in {counted(len(cases), 'mode')}"
+    per_case = updates_per_case(workload, schedule, settings.updates)
+    updates = len(cases) * per_case
+    runs = f"{counted(updates, 'update')} in {counted(len(cases), 'mode')}"
     log(f"{runs}; loading engine {settings.engine}, model {settings.model}")
     engine, vocabulary = bare_engine(settings, settings.model, max_length)
     log(f"{counted(engine.slots, 'slot')} on {machine()}; warming up")
     rate = warm_up(engine, vocabulary, max_length)
-    seconds = progress.total * schedule.rollouts_needed * simulated.mean_response_tokens(workload, schedule) / rate
+    seconds = updates * schedule.rollouts_needed * simulated.mean_response_tokens(workload, schedule) / rate
     log(f"{rate:,.0f} tok/s in the warm-up: all modes take about {clock(seconds)}")
     limit = None
     if settings.limit == "measured":
@@ -176,7 +177,7 @@ def run_bench(settings: BenchSettings, log: Log) -> dict[str, Any]:
         limit = simulated.limit(workload, schedule)
     found: dict[str, Any] = {"machine": machine(), "engine": settings.engine, "limit": limit, "modes": {}}
     found["kv_tokens"] = engine.info().kv_tokens
-    progress.start()
+    progress = Progress(len(cases), per_case, log)
     for case in cases:
         with ExitStack() as files:
             sinks = []
@@ -205,9 +206,7 @@ class Progress:
     def __init__(self, cases: int, updates_per_case: int, log: Log, now: Callable[[], float] = time.monotonic) -> None:
         self.total, self.cases_ended = cases * updates_per_case, 0
         self._per_case, self._log, self._now = updates_per_case, log, now
-
-    def start(self) -> None:
-        self._began = self._now()
+        self._began = now()
 
     def update(self, case: str, done: int) -> None:
         made, seconds = self.cases_ended * self._per_case + done, self._now() - self._began

@@ -69,10 +69,6 @@ class PlanSettings(SimulatedSettings):
         check_simulated(self)
 
 
-def allowed_by(settings: PlanSettings) -> Allowed:
-    return Allowed(settings.max_length_bias, settings.max_staleness_mean, settings.max_cohort_updates)
-
-
 @dataclass(frozen=True)
 class Option:
     """A candidate and its simulated metrics. `run_of_limit` covers the whole run, including the time of learner,
@@ -162,6 +158,9 @@ def plan(
     streamed, on_shared_gpu = _streamed(workload, (choice, baseline), seeds)
     needed, too_stale = not choice.is_baseline, _too_stale(options, choice, allowed)
     keys_matter = is_allowed(with_kv_cache_reuse, allowed) and is_faster(with_kv_cache_reuse, choice)
+    why = reason_for_baseline(choice, too_stale)
+    if needed:
+        why = reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline)
     return Plan(
         choice=choice,
         runner_up=runner_up,
@@ -170,11 +169,7 @@ def plan(
         streamed=streamed,
         streamed_on_shared_gpu=on_shared_gpu,
         needed=needed,
-        reason=(
-            reason(choice, runner_up, with_kv_cache_reuse if keys_matter else None, baseline)
-            if needed
-            else reason_for_baseline(choice, too_stale)
-        )
+        reason=why
         + excluded_by_staleness(too_stale, allowed)
         + larger_updates(choice)
         + streaming_advice(choice, streamed, "If the learner has more GPUs, of its own, add --stream (exact)")
@@ -213,12 +208,10 @@ def is_allowed(option: Option, allowed: Allowed) -> bool:
 
 def frontier(options: Sequence[Option], cost: Callable[[Option], float]) -> tuple[Option, ...]:
     """The Pareto frontier of goodput and cost, lowest cost first."""
-    best = -1.0
-    kept = []
+    kept: list[Option] = []
     for candidate in sorted(options, key=lambda o: (cost(o), -o.run_of_limit)):
-        if candidate.run_of_limit > best + 1e-9:
+        if not kept or candidate.run_of_limit > kept[-1].run_of_limit + 1e-9:
             kept.append(candidate)
-            best = candidate.run_of_limit
     return tuple(kept)
 
 
@@ -251,9 +244,11 @@ def _too_stale(options: Sequence[Option], choice: Option, allowed: Allowed) -> O
 
 
 def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option | None, baseline: Option) -> str:
-    text = (
-        f"{choice.name}: {choice.run_of_limit:.2f} of the limit{while_generating(choice)}, "
-        f"{choice.run_of_limit / baseline.run_of_limit:.2f} x the best baseline ({baseline.name}, "
+    text = f"{choice.name}: {choice.run_of_limit:.2f} of the limit"
+    if takes_other_time(choice):
+        text += f" over the whole run ({choice.of_limit:.2f} while it generates)"
+    text += (
+        f", {choice.run_of_limit / baseline.run_of_limit:.2f} x the best baseline ({baseline.name}, "
         f"{baseline.run_of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
         f"and length bias {choice.length_bias:+z.1%}."
     )
@@ -271,14 +266,8 @@ def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option
     return text
 
 
-def while_generating(option: Option) -> str:
-    """Where the learner or scores take time, the two fractions of the limit differ."""
-    if not takes_other_time(option):
-        return ""
-    return f" over the whole run ({option.of_limit:.2f} while it generates)"
-
-
 def takes_other_time(option: Option) -> bool:
+    """Where the learner or scores take time, the two fractions of the limit differ."""
     return option.of_limit - option.run_of_limit > 0.005
 
 
@@ -301,23 +290,17 @@ def _streamed(
     if workload.stream or workload.separate_learner or not workload.learner_seconds_per_token:
         return None, None
     devices = (False, True) if workload.engines == 1 else (False,)
-    rows = [
-        Case(
-            f"{o.name}, streamed{' on its GPU' * shared}",
-            replace(workload, slots=o.slots, stream=True, share_gpu=shared),
-            o.schedule,
-        )
-        for o in dict.fromkeys(options)
-        for shared in devices
-    ]
+    rows = []
+    for shared in devices:
+        for o in dict.fromkeys(options):
+            streamed = replace(workload, slots=o.slots, stream=True, share_gpu=shared)
+            rows.append(Case(f"{o.name}, streamed{' on its GPU' * shared}", streamed, o.schedule))
     found = compare(rows, seeds)
-
-    def fastest(*, shared: bool) -> Option | None:
-        on_device = (row for row in rows if row.workload.share_gpu == shared)
-        options = (option(row.name, row.schedule, found[row.name]) for row in on_device)
-        return max(options, key=lambda o: o.run_of_limit, default=None)
-
-    return fastest(shared=False), fastest(shared=True)
+    tried = [option(row.name, row.schedule, found[row.name]) for row in rows]
+    each = len(tried) // len(devices)
+    alone, on_shared_gpu = tried[:each], tried[each:]
+    best = [max(tried, key=lambda o: o.run_of_limit, default=None) for tried in (alone, on_shared_gpu)]
+    return best[0], best[1]
 
 
 def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
@@ -388,13 +371,13 @@ def plan_drafts(settings: SimulatedSettings, workload: Workload, options: Sequen
 
 
 def _drafts_reason(settings: SimulatedSettings, most: int, options: Sequence[DraftedOption]) -> str:
-    gains = "; ".join(f"{option.name} {option.gain:.2f} x, {_threshold(option)}" for option in options)
+    gains = "; ".join(
+        f"{one.name} {one.gain:.2f} x, "
+        + ("they never pay" if one.pays_from is None else f"they pay from {one.pays_from:.2f} on")
+        for one in options
+    )
     at = f"at {settings.draft_acceptance:g} tokens per request and step"
     if max(option.gain for option in options) <= 1 + CLOSE:
         return f"Leave speculative_config unset: drafts of {settings.draft_tokens} tokens do not pay {at} ({gains})."
     limit = f" with draft_up_to {most}" if most < settings.most_slots_per_engine() else ""
     return f"Drafts of {settings.draft_tokens} tokens{limit} (exact), {at}: {gains}."
-
-
-def _threshold(option: DraftedOption) -> str:
-    return "they never pay" if option.pays_from is None else f"they pay from {option.pays_from:.2f} on"

@@ -4,10 +4,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean, stdev
 from typing import Annotated, Any, NamedTuple
 
@@ -20,23 +21,12 @@ from sortedrl.core.strategies.registry import STRATEGIES, strategy_named
 from sortedrl.observe.run_metrics import RunMetrics
 from sortedrl.settings.schedule import Oversubscribe
 from sortedrl.studies.workload import Workload, limit, merged, run, with_mode
-from sortedrl.studies.workload_settings import (
-    Expectation,
-    SimulatedSettings,
-    check_simulated,
-    simulated_schedule,
-)
+from sortedrl.studies.workload_settings import Expectation, SimulatedSettings, check_simulated, simulated_schedule
 
 DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
-    "baseline",
-    "on-policy",
-    "on-policy+planned",
-    "partial",
-    "partial+lookahead",
-    "partial+elevator",
-    "april",
+    "baseline", "on-policy", "on-policy+planned", "partial", "partial+lookahead", "partial+elevator", "april",
     "cohort-at-once",
-)
+)  # fmt: skip
 FILTER_ROUNDS = ("filter-rounds", "filter-rounds+refill")  # how others filter; without a filter the baseline
 
 
@@ -118,14 +108,18 @@ def compare(
 
     Its `goodput_error` is the relative standard error of tokens per second.
     """
-    jobs = [(row, seed, max_updates) for row in rows for seed in seeds]
-    limits = sorted({(row.workload.kv_tokens or 0, seed) for row in rows for seed in seeds})
     found: dict[tuple[Any, int], Any] = {}  # limits by KV cache and seed, runs by row and seed
-    total = len(jobs) + len(limits)
-    on_progress(0, total)
-    for key, value in _on_all_cores(jobs, limits, rows):
+    jobs: dict[tuple[Any, int], tuple[Any, ...]] = {}
+    for row, seed in product(rows, seeds):  # limits first, since one takes longer than any run if slots are many
+        baseline = replace(with_mode(rows[0].schedule, "baseline"), seed=seed)
+        of_slots = replace(rows[0].workload, kv_tokens=row.workload.kv_tokens)
+        jobs[row.workload.kv_tokens or 0, seed] = limit, of_slots, baseline
+    for row, seed in product(rows, seeds):
+        jobs[row.name, seed] = simulated, row.workload, replace(row.schedule, seed=seed), max_updates
+    on_progress(0, len(jobs))
+    for key, value in _on_all_cores(jobs):
         found[key] = value
-        on_progress(len(found), total)
+        on_progress(len(found), len(jobs))
     summaries = {}
     for row in rows:
         runs: list[Simulated] = [found[row.name, seed] for seed in seeds]
@@ -196,23 +190,16 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _on_all_cores(
-    jobs: list[tuple[Case, int, int | None]], limits: list[tuple[int, int]], rows: Sequence[Case]
-) -> Iterator[tuple[Any, Any]]:
-    """After an error or an interrupt nothing more is started."""
-    workload, schedule = rows[0].workload, rows[0].schedule
+def _on_all_cores(jobs: Mapping[Any, tuple[Any, ...]]) -> Iterator[tuple[Any, Any]]:
+    """The results of functions with arguments. After an error or an interrupt nothing more is started."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), initializer=_end_with_parent) as pool:
         futures: dict[Any, Any] = {}
         try:
             # While workers start, Ctrl-C waits: a half-started one would print a traceback.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             try:
-                for kv, seed in limits:  # first, since one takes longer than any run if slots are many
-                    of_slots, baseline = replace(workload, kv_tokens=kv or None), with_mode(schedule, "baseline")
-                    futures[pool.submit(limit, of_slots, replace(baseline, seed=seed))] = (kv, seed)
-                for row, seed, most in jobs:
-                    job = pool.submit(simulated, row.workload, replace(row.schedule, seed=seed), most)
-                    futures[job] = (row.name, seed)
+                for key, job in jobs.items():
+                    futures[pool.submit(*job)] = key
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             for future in as_completed(futures):

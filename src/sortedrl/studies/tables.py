@@ -74,13 +74,13 @@ BENCH: dict[str, Column] = {  # measured, beside a prediction if there is one; a
 
 def bubble_table(modes: Mapping[str, Metrics]) -> Table:
     columns = "bubble", *BUBBLE_PARTS, "median harvest", "worst", "idle"
-    rows = {}
+    rows = []
     for name, f in modes.items():
         harvests = f["bubble_per_harvest"] or [0.0]
         parts = (f["bubble_parts"][part] for part in BUBBLE_PARTS)
-        rows[name] = [f["bubble"], *parts, median(harvests), max(harvests), f["idle"]]
-    cells = ([name, *(f"{value:.1%}" for value in row)] for name, row in rows.items())
-    return table("Where slots are empty (fraction of slot-time)", ("mode", *columns), cells)
+        values = f["bubble"], *parts, median(harvests), max(harvests), f["idle"]
+        rows.append((name, *(f"{value:.1%}" for value in values)))
+    return table("Where slots are empty (fraction of slot-time)", ("mode", *columns), rows)
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
@@ -129,18 +129,11 @@ def _prediction(f: Metrics) -> str:
 
 def _options_table(title: str, options: Sequence[Option]) -> Table:
     columns = "schedule", "of\nlimit", "staleness", "max", "length\nbias", "waste", "sorted"
-    rows = (
-        (
-            o.name,
-            f"{o.run_of_limit:.3f}",
-            f"{o.staleness_mean:.2f}",
-            f"{o.staleness_max:.0f}",
-            f"{o.length_bias:+z.1%}",
-            f"{o.waste:.1%}",
-            known(o.sortedness, "z.2f"),
-        )
-        for o in options
-    )
+    rows = []
+    for o in options:
+        stale = f"{o.staleness_mean:.2f}", f"{o.staleness_max:.0f}"
+        sort = known(o.sortedness, "z.2f")
+        rows.append((o.name, f"{o.run_of_limit:.3f}", *stale, f"{o.length_bias:+z.1%}", f"{o.waste:.1%}", sort))
     return table(title, columns, rows)
 
 

@@ -102,13 +102,10 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "version": __version__,
         "study": study.name,
-        "question": study.question,
-        "seeds": list(study.seeds),
-        "threshold": study.threshold,
-        "settings": study.settings,
+        **{key: getattr(study, key) for key in ("question", "seeds", "threshold", "settings")},
         "study_digest": study.digest,
         "study_planned_after_results": comparison.planned_after,
-        "study_changes": list(comparison.changes),
+        "study_changes": comparison.changes,
         "arms": {
             arm: {"settings": own, "outcomes": {name: asdict(one) for name, one in comparison.summaries[arm].items()}}
             for arm, own in study.arms.items()
@@ -116,9 +113,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "contrasts": [asdict(compared) for compared in comparison.contrasts],
         "exploratory": [asdict(compared) for compared in comparison.exploratory],
         "runs": [{"arm": run.arm, "seed": run.seed, "outcomes": run.outcomes} for run in comparison.finished],
-        "failed": list(comparison.failures),
+        "failed": comparison.failures,
         "not_run": [{"arm": arm, "seed": seed} for arm, seed in comparison.not_run],
-        "notices": list(comparison.notices),
+        "notices": comparison.notices,
     }
 
 

@@ -112,7 +112,6 @@ def run_study(study: Study, folder: Path, jobs: int, log: Log) -> Comparison:
         first, *_, last = 2 * line["curve"]["score"]
         return f"held-out score {first:.3f} -> {last:.3f} in {clock(line['wall_seconds'])}"
 
-    refuse_other_folder(folder)
     with locked(folder, log):
         runs = _runs_without_result(study, folder)
         for run in runs:
