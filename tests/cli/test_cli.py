@@ -281,6 +281,9 @@ BAD_INPUT: dict[str, tuple[str | list[str], list[str]]] = {
         ["environment_seconds = 9.0 (set by flag --environment-seconds)", "one turn", "Set --turns"],
     ),
     "tokens of an environment that is never asked": ("simulate --observation-tokens 9", ["observation_tokens = 9"]),
+    "an option of the engine": ("train --reuse-kv-cache", ["--engine-options reuse_kv_cache True"]),
+    "no folder for report": ("report /nowhere", ["(set by an argument)"]),
+    "a learner of its own without time": ("simulate --separate-learner", ["Set --learner-seconds"]),
     "a cap that plan searches itself": ("plan --oversubscribe 2", ["no such flag", "plan tries"]),
     "a staleness bound of 0": (
         "simulate --max-staleness 0",
@@ -391,6 +394,7 @@ def test_bad_flags_give_one_clear_error(name: str, in_an_empty_folder: Path, tol
 BAD_FILES = {
     "unknown key": ("run.toml", "slotz = 3\n", ["slotz = 3", "Did you mean slots?"]),
     "a key of TRL": ("run.toml", "num_generations = 4\n", ["num_generations = 4", "Use rollouts_per_prompt."]),
+    "a table": ("run.toml", "[schedule]\nslots = 3\n", ["no such table", "top level"]),
     "broken TOML": ("run.toml", "slots = 3\nmodes = [\n", ["not TOML", "line"]),
     "wrong type": ("run.toml", 'slots = "many"\n', ["slots = 'many'", "run.toml"]),
     "empty lengths": ("lengths.jsonl", "\n", ["no lengths in this file"]),

@@ -90,7 +90,9 @@ def validated(kind: type[S], values: dict[str, Any]) -> S:
 def located(error: ConfigurationError, kind: type[Settings], args: Sequence[str]) -> str:
     """The error as a user reads it: key, value, where it was set, why, and a fix."""
     flags = _flags(kind, args, "")
-    found = f"flag --{flag_of(error.key)}" if error.key in flags else ""
+    flag = f"--{flag_of(error.key)}"
+    is_flag = error.key not in kind.positional or any(word.startswith(flag) for word in args)
+    found = "" if error.key not in flags else f"flag {flag}" if is_flag else "an argument"
     if not found and flags.get("config") and error.key != "config" and error.key in _read_toml(Path(flags["config"])):
         found = str(flags["config"])
     return error.text(set_by=found)
@@ -220,7 +222,9 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
             continue
         near = difflib.get_close_matches(key, known, n=1)
         why, fix = "no such key", f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."
-        if key in kind.not_here:
+        if isinstance(value, dict) and not near:
+            why, fix = "no such table", "Put its keys at the top level of the file."
+        elif key in kind.not_here:
             fix = f"Reason: {kind.not_here[key]}."
         elif (ours := _our_name_for(key, kind)) is not None:
             why, fix = "no such key: here it has another name", f"Use {ours}."

@@ -1,6 +1,7 @@
 """The settings of `sortedrl train` and `sortedrl eval`: a model, a task, sampling, and for training the run."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -125,6 +126,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"truncated_rollouts", "weight_decay", "max_grad_norm"}
         | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
+    not_here: ClassVar[Mapping[str, str]] = {"reuse_kv_cache": "write --engine-options reuse_kv_cache True"}
 
     stream: bool = False
     """the learner works on the coming update while the rest of it is generated; for servers with GPUs of their own"""
