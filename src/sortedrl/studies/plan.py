@@ -172,7 +172,7 @@ def plan(
         reason=why
         + excluded_by_staleness(too_stale, allowed)
         + larger_updates(choice)
-        + streaming_advice(choice, streamed, "If the learner has more GPUs, of its own, add --stream (exact)")
+        + streaming_advice(choice, streamed, "With more GPUs, for the learner alone, add --stream (exact)")
         + streaming_advice(choice, on_shared_gpu, "On one GPU with --engine vllm, set stream and stream_sms (exact)"),
         options=options,
         staleness_frontier=frontier(options, lambda o: o.staleness_mean),
@@ -227,11 +227,11 @@ def reason_for_baseline(choice: Option, too_stale: Option | None) -> str:
 
 
 def excluded_by_staleness(option: Option | None, allowed: Allowed) -> str:
-    """A sentence for `reason`, if a faster mode is too stale for the user's bound."""
+    """A line for `reason`, if a faster mode is too stale for the user's bound."""
     if option is None:
         return ""
     return (
-        f" {option.name} would reach {option.run_of_limit:.2f} at token staleness {option.staleness_mean:.2f} "
+        f"\n{option.name} would reach {option.run_of_limit:.2f} at token staleness {option.staleness_mean:.2f} "
         f"(max_staleness_mean = {allowed.staleness_mean:g})."
     )
 
@@ -254,12 +254,12 @@ def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option
     )
     if runner_up is not None:
         text += (
-            f" Runner-up {runner_up.name}: {runner_up.run_of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
+            f"\nRunner-up {runner_up.name}: {runner_up.run_of_limit:.2f} at staleness {runner_up.staleness_mean:.2f}, "
             f"length bias {runner_up.length_bias:+z.1%}."
         )
     if with_kv_cache_reuse is not None:
         text += (
-            " With the KV cache kept across weight updates (reuse_kv_cache, an approximation), "
+            "\nWith the KV cache kept across weight updates (reuse_kv_cache, an approximation), "
             f"{with_kv_cache_reuse.schedule.mode} "
             f"would reach {with_kv_cache_reuse.run_of_limit:.2f} at staleness {with_kv_cache_reuse.staleness_mean:.2f}."
         )
@@ -272,12 +272,12 @@ def takes_other_time(option: Option) -> bool:
 
 
 def larger_updates(option: Option) -> str:
-    """A sentence for `reason`, if harvests that wait for old rollouts make the updates larger."""
+    """A line for `reason`, if harvests that wait for old rollouts make the updates larger."""
     asked, bound = option.schedule.rollouts_needed, option.schedule.max_staleness
     if bound is None or option.rollouts_per_update_mean <= LARGER_UPDATES * asked:
         return ""
     return (
-        f" With max_staleness = {bound}, updates of {option.schedule.mode} hold {option.rollouts_per_update_mean:,.0f} "
+        f"\nWith max_staleness = {bound}, updates of {option.schedule.mode} hold {option.rollouts_per_update_mean:,.0f} "
         f"rollouts instead of {asked:,}. Fewer, larger updates may need more rollouts for a score: use fewer slots "
         "or a higher bound."
     )
@@ -304,11 +304,11 @@ def _streamed(
 
 
 def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
-    """A sentence for `reason`, if streaming pays."""
+    """A line for `reason`, if streaming pays."""
     if streamed is None or not is_faster(streamed, choice):
         return ""
     return (
-        f" {how}: {streamed.name.partition(', streamed')[0]} then reaches {streamed.run_of_limit:.2f}, "
+        f"\n{how}: {streamed.name.partition(', streamed')[0]} then reaches {streamed.run_of_limit:.2f}, "
         f"{streamed.run_of_limit / choice.run_of_limit:.2f} x this choice, at staleness {streamed.staleness_mean:.2f}."
     )
 
