@@ -30,6 +30,7 @@ def pool(*slots: int, **options: Any) -> SimulatedPool:
 
 
 class TestSimulatedPool(PoolContract):
+    honors_ignore_eos = False
     kind: type[SimulatedEngine] = SimulatedEngine
     step_time = StepTime(((1, 0.001), (8, 0.002)), per_cached_token=1e-6, per_prefill_token=1e-5)
 
