@@ -277,9 +277,9 @@ def larger_updates(option: Option) -> str:
     if bound is None or option.rollouts_per_update_mean <= LARGER_UPDATES * asked:
         return ""
     return (
-        f"\nWith max_staleness = {bound}, updates of {option.schedule.mode} hold {option.rollouts_per_update_mean:,.0f} "
-        f"rollouts instead of {asked:,}. Fewer, larger updates may need more rollouts for a score: use fewer slots "
-        "or a higher bound."
+        f"\nWith max_staleness = {bound}, updates of {option.schedule.mode} hold "
+        f"{option.rollouts_per_update_mean:,.0f} rollouts instead of {asked:,}. Fewer, larger updates may need more "
+        "rollouts for a score: use fewer slots or a higher bound."
     )
 
 
