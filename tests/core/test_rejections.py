@@ -188,3 +188,10 @@ def test_data_that_ends_without_an_update_is_pointed_out(caplog: pytest.LogCaptu
     schedule = Schedule(rollouts_per_update=2, prompts_per_cohort=4, max_prompt_tokens=5)
     assert not list(Controller(PacedEngine(slots=2), prompts, ScoreAtOnce(len), schedule))
     assert caplog.messages[-1] == "the data ended without an update: all 4 rollouts were rejected"
+
+
+def test_data_of_which_the_rest_was_filtered_was_not_all_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    prompts, scorer = Prompts([Prompt(str(n), [1] * n) for n in range(3, 7)]), ScoreAtOnce(len)
+    schedule = Schedule(rollouts_per_update=2, prompts_per_cohort=4, max_prompt_tokens=5, max_filtered_fraction=1.0)
+    assert not list(Controller(PacedEngine(slots=2), prompts, scorer, schedule, filter_groups=lambda group: False))
+    assert not any("the data ended" in message for message in caplog.messages)

@@ -880,14 +880,14 @@ def test_the_asynchronous_pool_holds_its_bound(bound: int) -> None:
         learner_seconds=2.0,
     )
     assert result.run_metrics.staleness_max <= bound
-    begun: set[int] = set()
+    have_started: set[int] = set()
     trained: set[int] = set()
     for event in result.events:
         if isinstance(event, events.Submitted):
-            begun.add(event.rollout)
+            have_started.add(event.rollout)
         elif isinstance(event, events.Updated):
             trained.update(event.rollouts)
-        assert len(begun - trained) <= (bound + 1) * 3
+        assert len(have_started - trained) <= (bound + 1) * 3
 
 
 def test_the_asynchronous_pool_needs_overlap_and_a_bound() -> None:

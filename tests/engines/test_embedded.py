@@ -455,7 +455,7 @@ def take_a_step(model: Any) -> None:
 
 @pytest.mark.parametrize(("change", "says_so"), [(negate, True), (take_a_step, False)])
 def test_a_shared_module_needs_no_weights(change: Callable[[Any], None], says_so: bool) -> None:
-    """Copies of weights in the written-out forward must not go stale after a step, whatever the caller forgets."""
+    """Copies of weights in the written-out forward must not go stale after a step that nothing reports."""
     model = model_of("Llama")
     engine = engine_of(model)
     asked = request(0, [1, 2], 12)

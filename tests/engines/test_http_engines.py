@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("aiohttp", reason="aiohttp is not installed: pip install '.[dev]'")
 
 from closing import closed_after
-from ledgers import begun, completed
+from ledgers import completed, partly_generated
 from server_contract import endless
 from sglang_stand_in import SglangStandIn
 from small_models import VOCABULARY, model_of
@@ -131,7 +131,7 @@ def test_top_p_is_refused() -> None:
 def test_names_are_not_prefixes_of_each_other() -> None:
     """SGLang aborts every request whose name begins with the one that it is given."""
     server = stand_in(step_seconds=0.002)
-    ledger = begun(engine_at(server, slots=16), [endless(id, 40) for id in range(12)], tokens=2, of=12)
+    ledger = partly_generated(engine_at(server, slots=16), [endless(id, 40) for id in range(12)], tokens=2, of=12)
     ledger.abort([0])
     ledger.run()
     assert sorted(ledger.finished) == list(range(1, 12)) and not ledger.failed
@@ -270,7 +270,7 @@ def test_more_slots_than_the_server_runs_are_refused() -> None:
 def test_a_killed_server_hands_out_what_came_then_is_dead() -> None:
     server = stand_in(step_seconds=0.005)
     engine = engine_at(server)
-    ledger = begun(engine, [endless(id, 200) for id in range(6)], tokens=3)
+    ledger = partly_generated(engine, [endless(id, 200) for id in range(6)], tokens=3)
     while len({change.id for change in engine._outbox.delivered if isinstance(change, Tokens)}) < 4:
         time.sleep(0.005)
     server.kill()

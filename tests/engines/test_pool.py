@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import invariants
 import scenarios
 from closing import closed_after
-from ledgers import begun, completed
+from ledgers import completed, partly_generated
 from paced import PacedEngine
 from random_runs import peaceful
 from scenarios import Run, Scenario
@@ -147,7 +147,7 @@ def test_a_freed_slot_is_refilled_without_the_caller() -> None:
 def test_requests_of_a_lost_member_continue_elsewhere_behind_what_they_delivered() -> None:
     """The loss is a preemption that says what is computed again."""
     members = paced(2, 2)
-    ledger = begun(pool_of(members), requests(*[60] * 4), tokens=5)
+    ledger = partly_generated(pool_of(members), requests(*[60] * 4), tokens=5)
     members[0].die()
     lost = 0
     while ledger.open_ids:
@@ -184,7 +184,7 @@ def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock(
 
 def test_moved_requests_go_before_those_that_never_ran() -> None:
     members = paced(2, 2)
-    ledger = begun(pool_of(members), requests(*[200] * 2, *[20] * 2, *[40] * 6), tokens=3)
+    ledger = partly_generated(pool_of(members), requests(*[200] * 2, *[20] * 2, *[40] * 6), tokens=3)
     members[0].die()
     ledger.run()
     moved = [request.id for request in members[0].submitted]
@@ -195,7 +195,7 @@ def test_moved_requests_go_before_those_that_never_ran() -> None:
 
 def test_a_member_that_is_lost_while_it_is_stopped() -> None:
     members = paced(2, 2)
-    ledger = begun(pool_of(members), requests(*[500] * 4), tokens=3)
+    ledger = partly_generated(pool_of(members), requests(*[500] * 4), tokens=3)
     members[0].die()
     ledger.abort([0, 1])
     ledger.abort([2, 3])

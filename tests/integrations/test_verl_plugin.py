@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from sortedrl.integrations.verl import plugin
+from sortedrl.settings.install_hint import install_hint
 
 
 def test_without_wrapt_the_log_says_why_the_mode_is_missing(
@@ -17,4 +18,4 @@ def test_without_wrapt_the_log_says_why_the_mode_is_missing(
     (record,) = caplog.records
     assert record.levelname == "ERROR" and "\n" not in record.message
     assert "trainer mode sortedrl is not registered" in record.message and "wrapt" in record.message
-    assert "pip install 'sortedrl[verl]'" in record.message
+    assert record.message.endswith(install_hint("verl"))

@@ -14,7 +14,7 @@ def completed(engine: Engine, requests: Sequence[Request]) -> Ledger:
     return ledger
 
 
-def begun(engine: Engine, requests: Sequence[Request], tokens: int, of: int = 4) -> Ledger:
+def partly_generated(engine: Engine, requests: Sequence[Request], tokens: int, of: int = 4) -> Ledger:
     """The first requests, so many, have so many tokens each."""
     ledger = Ledger(engine)
     ledger.submit(requests)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ledgers import begun, completed
+from ledgers import completed, partly_generated
 from server_process import ServerProcess
 from sortedrl.core import Controller, EngineDied, Prompts, Request, Sampling, Schedule, ScoreAtOnce
 from sortedrl.core.engine import Engine
@@ -175,7 +175,7 @@ class ServerEnds(OnServer):
         """In a pool the other server goes on with its requests; alone, the engine says that it died."""
         alone = Ledger(self.engine_at(doomed, slots=2))
         pool = Pool([self.engine_at(doomed, slots=2), self.engine_at(server, slots=2)])
-        pooled = begun(pool, [endless(id, ENDLESS) for id in range(8)], tokens=5)
+        pooled = partly_generated(pool, [endless(id, ENDLESS) for id in range(8)], tokens=5)
         alone.submit([endless(id, ENDLESS) for id in range(1000)])  # more than it can have done
         while not alone.tokens(1):
             alone.apply(alone.engine.poll())

@@ -31,7 +31,7 @@ def run(settings: PlanSettings) -> int:
     drafts = None if settings.drafts == "none" else plan_drafts(settings, workload, (found.choice, found.baseline))
     if settings.json_output:
         return print_json(settings, asdict(found) | ({} if drafts is None else {"drafts": asdict(drafts)}))
-    limit = found.choice.goodput / found.choice.of_limit
+    limit = found.baseline.goodput / found.baseline.of_limit
     head = f"{workload_line(settings)}\nlimit of this workload: {limit:,.0f} tokens/s"
     head += f"; expected lengths: {settings.expectation}"
     said: list[RenderableType] = [] if drafts is None else ["", Text(drafts.reason, "bold")]

@@ -156,7 +156,7 @@ class Controller:
                     yield self._hand_out(groups)
         self._generation.abort_running()
         self.mark_phase("end")
-        if self.buffer.rejected and not self.updates:
+        if 0 < self.buffer.rejected == self.buffer.loaded and not self._state.prompts.remaining:
             _log.warning("the data ended without an update: all %s rollouts were rejected", f"{self.buffer.rejected:,}")
 
     def _start_run(self) -> None:

@@ -12,6 +12,8 @@ from types import ModuleType
 
 from packaging.version import Version
 
+from sortedrl.settings.install_hint import install_hint
+
 MODE = "sortedrl"
 TRAINERS = "verl.trainer.ppo.v1"
 WORKS_WITH = "verl >= 0.9.1, < 0.10 (pip install 'verl==0.9.1' 'TransferQueue>=0.1.10')"
@@ -95,8 +97,7 @@ def _has(module: str, hook: str) -> bool:
 try:
     import wrapt
 except ImportError as error:
-    logging.getLogger(__name__).error(
-        "the trainer mode %s is not registered: %s. Run: pip install 'sortedrl[verl]'", MODE, error
-    )
+    hint = install_hint("verl")
+    logging.getLogger(__name__).error("the trainer mode %s is not registered: %s. %s", MODE, error, hint)
 else:
     wrapt.register_post_import_hook(register, TRAINERS)

@@ -38,7 +38,7 @@ class Pump:
         while True:
             try:
                 work, then_generate, future = self._work.get(block=not self._is_generating)
-            except Empty:  # nobody waits for the result
+            except Empty:  # no call waits for the result
                 assert self._generate is not None
                 work, then_generate, future = self._generate, None, Future()
             try:
