@@ -261,8 +261,9 @@ def test_a_server_of_another_kind_is_a_configuration_error() -> None:
         VllmServerEngine(stand_in().url, slots=4, eos_token_ids=[])
 
 
-def test_more_slots_than_the_server_runs_are_refused() -> None:
+def test_limits_of_the_server_are_read_and_more_slots_are_refused() -> None:
     server = stand_in(max_running_requests=3)
+    assert engine_at(server, slots=3).info().kv_tokens == 4096
     with pytest.raises(ConfigurationError, match=r"--max-running-requests 3, .*--max-running-requests 4"):
         engine_at(server, slots=4)
 

@@ -85,6 +85,7 @@ class SglangStandIn(NastyServer):
             "num_running_reqs": self._running,
             "num_waiting_reqs": len(self._open) - self._running,
             "max_running_requests": self.max_running_requests,
+            "max_total_num_tokens": 4096,
         }
         info = {"max_req_input_len": 256, "startup_time": {"e2e": self.started}}
         return super().answers() | {"/server_info": info, "/v1/loads": {"loads": [load]}}

@@ -86,7 +86,8 @@ class TestServer(ServerTests):
         assert list(ledger.finished) == [2] and set(ledger.failed) == {0}
         assert "the server refused it" in ledger.failed[0] and "length" in ledger.failed[0]
 
-    def test_more_slots_than_the_server_runs_are_refused(self, server: ServerProcess) -> None:
+    def test_limits_of_the_server_are_read_and_more_slots_are_refused(self, server: ServerProcess) -> None:
+        assert self.engine_at(server).info().kv_tokens == 8192
         with pytest.raises(ConfigurationError, match=r"--max-running-requests 8, but this engine has 9 slots"):
             self.engine_at(server, slots=9)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sortedrl.core.configuration import ConfigurationError, checked_slots
-from sortedrl.core.engine import Change, EngineBase, EngineDied, Request, RequestPreempted
+from sortedrl.core.engine import Change, EngineBase, EngineDied, EngineInfo, Request, RequestPreempted
 from sortedrl.core.wording import counted
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
@@ -49,6 +49,7 @@ class HttpEngine(ServerStreams, EngineBase):
     takes_handles = False  # the server reads weights by CUDA IPC; `check_server` sets it
     takes_broadcasts = False  # the server reads weights by NCCL; `check_server` sets it
     how_to_take_handles = ""  # the command that starts such a server, if there is one
+    kv_tokens: int | None = None  # capacity of its KV cache; `check_server` sets it
 
     def __init__(
         self,
@@ -122,6 +123,9 @@ class HttpEngine(ServerStreams, EngineBase):
         return f"{self._name_prefix}-version-{version}"
 
     # The protocol
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(kv_tokens=self.kv_tokens)
 
     @property
     def is_available(self) -> bool:

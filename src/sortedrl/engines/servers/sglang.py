@@ -82,6 +82,7 @@ class SglangEngine(HttpEngine):
             raise ConfigurationError("cuda_ipc", True, why, fix)
         if info.get("max_req_input_len"):
             self.max_length = int(info["max_req_input_len"])
+        self.kv_tokens = sum(load.get("max_total_num_tokens", 0) for load in loads) or None
         self.require_room("--max-running-requests", sum(load["max_running_requests"] for load in loads))
 
     async def count_running(self) -> int | None:

@@ -100,6 +100,8 @@ class VllmServerEngine(HttpEngine):
         self.max_length = int(model["max_model_len"])
         if (mode := model["logprobs_mode"]) != "processed_logprobs":
             raise self.misconfigured(f"the server runs with --logprobs-mode {mode}, not processed_logprobs")
+        cache = info["vllm_config"].get("cache_config") or {}
+        self.kv_tokens = int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0) or None
         self.require_room("--max-num-seqs", scheduler["max_num_seqs"])
         if (why := refused_drafts_of_server(info["vllm_config"], seeded=self._seeded)) is not None:
             raise self.misconfigured(f"the server runs with a --speculative-config, but {why}")
