@@ -1,22 +1,23 @@
 """verl at its best on one H200: Qwen2.5-1.5B's shape, packed sequences, forced response lengths up to 4,096 tokens.
 
     python at_1_5b.py OUT --work DIR [--settings sync elevator ...] [--budget 560]
-    python at_1_5b.py OUT --work DIR --cpu          a trial with a tiny model and short responses (tests/with_verl)
+    python at_1_5b.py OUT --work DIR --cpu          a trial with a tiny model and short responses
 
 Random weights, prompts of 128 random letters (a token each), updates of 16 prompts x 8 rollouts, 128 slots (vLLM
-max_num_seqs). All settings have the same prompts and response lengths. In order: write the model, try the kinds of
-packed attention and choose one (packed.py), state the prediction, run the settings. The settings that are left share
-the budget, in seconds, equally; each job ends by itself. The first step of each, which compiles and warms up, is not
-counted.
+max_num_seqs). All settings have the same prompts and response lengths. A setting that is named twice has two jobs; one
+with :N has N steps at most. All jobs start at once, since starting takes minutes, and then wait for their turns
+(forced.py); meanwhile the kinds of packed attention are tried (packed.py) and the prediction is stated. The jobs that
+are left share the budget, in seconds, equally, and each ends by itself. The first step of each, which compiles and
+warms up, is not counted.
 
-OUT gets few files, always up to date: before.json (the trial and the prediction), SETTING.jsonl (verl's metrics, a line
-per step), last.log (the end of the last job's output), results.json (for table.py) and raw.tgz. DIR has everything
-else; a second call with other settings goes on in it.
+OUT gets few files, always up to date: before.json (the trial and the prediction), JOB.jsonl (verl's metrics, a line per
+step), JOB.log (the end of its output), results.json (for table.py) and raw.tgz. DIR has everything else.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +25,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from pathlib import Path
 from random import Random
@@ -44,6 +44,8 @@ PROMPTS, PROMPT_TOKENS, LEARNED_TOKENS = 1024, 128, 32768
 OTHER_SECONDS = 4.0  # per step, assumed: weights to the servers, sleep, rewards, verl's polling every 2 s
 SERVER_SLOWER = 1.15  # than our vLLM in process, assumed
 SCHEDULES = {"sync": "baseline", "elevator": "partial+elevator", "planned": "on-policy+planned"}
+MOST_STEPS = 12
+KV_GIB = 8
 COMPILED_SIZES = [1, 2, 4, *range(8, 129, 8)]
 
 
@@ -137,7 +139,7 @@ def predicted(asked: argparse.Namespace, trial: dict[str, Any]) -> dict[str, Any
     update = trial["seconds"].get(trial["kind"]) or 6.0
     per_token = 4 / 3 * update / sum(lengths_of_update(asked))
     found = {}
-    for setting in SCHEDULES.keys() & set(asked.settings):
+    for setting in SCHEDULES.keys() & {entry.partition(":")[0] for entry in asked.settings}:
         mode = Mode.parsed(SCHEDULES[setting])
         schedule, workload = schedule_of(SHAPES["1.5b"], mode, 5), workload_of(SHAPES["1.5b"], mode, 8, 5)
         said = simulate(workload, schedule, profile_file.read(PROFILE), 1 / per_token, 8)
@@ -160,73 +162,122 @@ def overrides(asked: argparse.Namespace) -> list[str]:
         f"{rollout}.ignore_eos=True",
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={asked.learned_tokens}",
         "data.shuffle=False",
+        "+ray_kwargs.ray_init.object_store_memory=2000000000",
     ]
     if not asked.cpu:
         found += [
             f"{rollout}.load_format=dummy",
-            f"{rollout}.gpu_memory_utilization=0.3",
+            # A fixed size: vLLM would otherwise measure what the other jobs leave.
+            f"{rollout}.gpu_memory_utilization=0.16",
+            f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={KV_GIB << 30}",
             f"{rollout}.max_model_len={asked.prompt_tokens + asked.response_tokens + 8}",
             f"{rollout}.cudagraph_capture_sizes={COMPILED_SIZES}".replace(" ", ""),
         ]
     return found
 
 
-def run(asked: argparse.Namespace, setting: str, kind: str, seconds: float) -> dict[str, Any] | None:
-    folder = asked.work / setting
-    folder.mkdir(exist_ok=True)
-    command = [
-        *(sys.executable, str(HERE / "job.py"), setting, "--packed", "--module", "forced", "--workers", "1"),
-        *("--model", str(asked.work / "model"), "--data", str(asked.work / "data"), "--out", str(folder)),
-        *("--steps", str(asked.steps), "--prompts", str(asked.prompts), "--slots", str(8 * asked.prompts)),
-        *("--prompt-tokens", str(asked.prompt_tokens), "--response-tokens", str(asked.response_tokens)),
-        *("--learning-rate", "1e-6", *(["--cpu"] if asked.cpu else []), "--override", *overrides(asked)),
-    ]
-    added = {"PACKED_ATTENTION": kind, "JOB_ENDS": str(time.time() + seconds - 15), "AT_1_5B_JOB": str(folder)}
-    with (folder / "log.txt").open("w") as log:
-        job = subprocess.Popen(command, env={**os.environ, **added}, stdout=log, stderr=log, start_new_session=True)
-        ended, began = threading.Event(), time.time()
-        keeper = threading.Thread(target=keep, args=(asked, setting, ended))
-        keeper.start()
-        try:
-            code: int | None = job.wait(timeout=seconds + 20)
-        except subprocess.TimeoutExpired:
-            code = None
-        kill_rest(folder)
-        job.wait()
-        ended.set()
-        keeper.join()
-    print(
-        f"{setting}: {'too slow, killed' if code is None else f'exit {code}'}, {time.time() - began:.0f} s", flush=True
-    )
-    if code != 0:
-        subprocess.run([*command, "--summarize"], env={**os.environ, **added}, check=False, stdout=subprocess.DEVNULL)
-    result = folder / "result.json"
-    return dict(json.loads(result.read_text())) if result.exists() else None
+class Job:
+    """A setting of job.py in a process, with a Ray cluster of its own. It waits for its turn."""
+
+    def __init__(self, asked: argparse.Namespace, name: str, steps: int) -> None:
+        self.name, self.folder, self.out = name, asked.work / name, asked.out
+        self.command = [
+            *(sys.executable, str(HERE / "job.py"), name.rstrip("2").rstrip("-"), "--packed", "--module", "forced"),
+            *("--model", str(asked.work / "model"), "--data", str(asked.work / "data"), "--out", str(self.folder)),
+            *("--steps", str(steps), "--prompts", str(asked.prompts), "--slots", str(8 * asked.prompts)),
+            *("--prompt-tokens", str(asked.prompt_tokens), "--response-tokens", str(asked.response_tokens)),
+            *("--workers", "1", "--learning-rate", "1e-6", *(["--cpu"] if asked.cpu else [])),
+            *("--override", *overrides(asked)),
+        ]
+        self.environment = {
+            **os.environ,
+            "PACKED_ATTENTION": str(asked.work / "packed.json"),
+            "JOB_TURN": str(self.folder / "turn"),
+            "RAY_TMPDIR": f"/tmp/at-{name}",  # short: the names of sockets have at most 107 characters
+            "RAY_memory_monitor_refresh_ms": "0",
+        }
+        self.start()
+
+    def start(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.environment["RAY_TMPDIR"], ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        Path(self.environment["RAY_TMPDIR"]).mkdir()
+        with (self.folder / "log.txt").open("w") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def is_ready(self) -> bool:
+        return (self.folder / "ready").exists()
+
+    def run(self, seconds: float) -> dict[str, Any] | None:
+        """Gives it the turn for so long."""
+        began = time.time()
+        (self.folder / "time").write_text(str(began + seconds - 15))
+        (self.folder / "time").rename(self.folder / "turn")
+        while self.process.poll() is None and time.time() < began + seconds + 20:
+            time.sleep(2)
+            self.keep()
+        code = self.process.poll()
+        self.end()
+        self.keep()
+        print(f"{self.name}: {'killed' if code is None else f'exit {code}'}, {time.time() - began:.0f} s", flush=True)
+        if code != 0:
+            summarize = [*self.command, "--summarize"]
+            subprocess.run(summarize, env=self.environment, check=False, stdout=subprocess.DEVNULL)
+        result = self.folder / "result.json"
+        return dict(json.loads(result.read_text())) if result.exists() else None
+
+    def keep(self) -> None:
+        """What must not be lost if this command is killed."""
+        if (self.folder / "metrics.jsonl").exists():
+            shutil.copy(self.folder / "metrics.jsonl", self.out / f"{self.name}.jsonl")
+        text = (self.folder / "log.txt").read_text(errors="replace")
+        (self.out / f"{self.name}.log").write_text(text[-100_000:])
+
+    def end(self) -> None:
+        """Kills what is left of it, of Ray and vLLM, by its mark in their environment."""
+        mark = f"JOB_TURN={self.environment['JOB_TURN']}".encode()
+        for _ in range(20):
+            left = [pid for pid in processes() if mark in environment_of(pid)]
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                break
+            time.sleep(0.5)
+        self.process.wait()
 
 
-def keep(asked: argparse.Namespace, setting: str, ended: threading.Event) -> None:
-    """What must not be lost if this command is killed."""
-    folder = asked.work / setting
-    while True:
-        is_last = ended.wait(3)
-        if (folder / "metrics.jsonl").exists():
-            shutil.copy(folder / "metrics.jsonl", asked.out / f"{setting}.jsonl")
-        text = (folder / "log.txt").read_text(errors="replace")
-        (asked.out / "last.log").write_text(text[-200_000:])
-        if is_last:
-            return
+def started(asked: argparse.Namespace) -> list[Job]:
+    jobs: list[Job] = []
+    for entry in asked.settings:
+        setting, _, steps = entry.partition(":")
+        name = f"{setting}-2" if setting in [job.name for job in jobs] else setting
+        jobs.append(Job(asked, name, int(steps or MOST_STEPS)))
+        time.sleep(asked.apart)
+    return jobs
 
 
-def kill_rest(folder: Path) -> None:
-    """Processes of this job that are left, of Ray and vLLM, by its mark in their environment."""
-    mark = f"AT_1_5B_JOB={folder}".encode()
-    for _ in range(20):
-        left = [pid for pid in processes() if pid != os.getpid() and mark in environment_of(pid)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        if not left:
-            return
-        time.sleep(0.5)
+def wait_for(jobs: list[Job], until: float) -> list[Job]:
+    """Those that are ready; one that ended before starts again, once."""
+    again: set[str] = set()
+    while time.time() < until and not all(job.is_ready() for job in jobs):
+        time.sleep(2)
+        for job in jobs:
+            job.keep()
+            if job.process.poll() is not None and job.name not in again:
+                print(f"{job.name} ended before its turn: starting it again", flush=True)
+                again.add(job.name)
+                shutil.copy(job.folder / "log.txt", job.out / f"{job.name}-first.log")
+                job.end()
+                job.start()
+    for job in jobs:
+        if not job.is_ready():
+            print(f"{job.name} is not ready", flush=True)
+            job.end()
+    return [job for job in jobs if job.is_ready()]
 
 
 def processes() -> list[int]:
@@ -244,9 +295,10 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--settings", nargs="+", default=["sync", "elevator", "colocate_async"])
-    parser.add_argument("--budget", type=float, default=560.0, help="seconds")
-    parser.add_argument("--steps", type=int, default=12, help="at most")
+    parser.add_argument("--settings", nargs="+", default=["sync", "elevator", "colocate_async", "elevator", "sync"])
+    parser.add_argument("--budget", type=float, default=800.0, help="seconds")
+    parser.add_argument("--start", type=float, default=330.0, help="seconds of these for starting, at most")
+    parser.add_argument("--apart", type=float, default=15.0, help="seconds between two starts")
     parser.add_argument("--cpu", action="store_true")
     return parser
 
@@ -262,8 +314,28 @@ def main() -> None:
     for folder in (asked.out, asked.work):
         folder.mkdir(parents=True, exist_ok=True)
     prepare(asked)
-    trial = tried(asked)
-    print(f"{time.time() - began:.0f} s; packed attention: {trial}", flush=True)
+    print(f"{time.time() - began:.0f} s: the model is written", flush=True)
+    jobs = started(asked)
+    try:
+        trial = tried(asked)
+        print(f"{time.time() - began:.0f} s; packed attention: {trial}", flush=True)
+        state_prediction(asked, trial)
+        jobs = wait_for(jobs, began + asked.start)
+        print(f"{time.time() - began:.0f} s: ready", flush=True)
+        results: list[dict[str, Any]] = []
+        for place, job in enumerate(jobs):
+            left = asked.budget - (time.time() - began)
+            found = job.run(left / (len(jobs) - place))
+            results += [] if found is None else [found]
+            (asked.out / "results.json").write_text(json.dumps(results))
+            pack(asked)
+    finally:
+        for job in jobs:
+            job.end()
+    print("\n".join([table.HEADER, *map(table.row, results)]), flush=True)
+
+
+def state_prediction(asked: argparse.Namespace, trial: dict[str, Any]) -> None:
     try:
         said = {} if asked.cpu else predicted(asked, trial)
     except Exception as error:  # the runs are worth more
@@ -271,21 +343,13 @@ def main() -> None:
     before = json.dumps({"packed": trial, "predicted": said}, indent=1)
     (asked.out / "before.json").write_text(before)
     print(before, flush=True)
-    results: list[dict[str, Any]] = []
-    for place, setting in enumerate(asked.settings):
-        left = asked.budget - (time.time() - began)
-        found = run(asked, setting, trial["kind"] or "rows", left / (len(asked.settings) - place))
-        results += [] if found is None else [found]
-        (asked.out / "results.json").write_text(json.dumps(results))
-        pack(asked)
-    print("\n".join([table.HEADER, *map(table.row, results)]), flush=True)
 
 
 def pack(asked: argparse.Namespace) -> None:
     """What the results were computed from."""
     with tarfile.open(asked.out / "raw.tgz", "w:gz") as archive:
-        for folder in (asked.work / setting for setting in asked.settings):
-            for path in [*folder.glob("*.json*"), *folder.glob("occupancy/*"), *folder.glob("log.txt")]:
+        for folder in asked.work.glob("*/occupancy"):
+            for path in [*folder.parent.glob("*.json*"), *folder.glob("*")]:
                 archive.add(path, path.relative_to(asked.work))
 
 

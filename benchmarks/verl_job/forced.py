@@ -1,9 +1,12 @@
-"""Forced lengths of responses in verl's own agent loop, and a job that ends by itself in time.
+"""Forced lengths of responses in verl's own agent loop, and jobs that start together and take turns.
 
 Response k to a prompt has the same length in every setting, drawn as in our other tables: median 637 tokens. A response
 that is canceled and generated again keeps its place k. Loaded by verl in all its processes
-(VERL_USE_EXTERNAL_MODULES); needs one agent loop worker, which counts the places. FORCED_LIMIT is the longest response,
-JOB_ENDS the time after which no further step starts. `compute_score` is an arbitrary reward function.
+(VERL_USE_EXTERNAL_MODULES); needs one agent loop worker, which counts the places. FORCED_LIMIT is the longest response.
+`compute_score` is an arbitrary reward function.
+
+JOB_TURN names a file. Once all is started, the job writes `ready` beside it, frees the GPU memory of its servers and
+waits for the file. It has the time after which no further step starts.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import math
 import os
 import time
 from collections import defaultdict, deque
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from zlib import crc32
@@ -71,9 +75,24 @@ def force_lengths(module: ModuleType) -> None:
     module.SingleTurnAgentLoop.run = run
 
 
+def take_turns(module: ModuleType) -> None:
+    plain, turn = module.PPOTrainer.fit, Path(os.environ["JOB_TURN"])
+
+    @functools.wraps(plain)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.checkpoint_manager.sleep_replicas()
+        turn.with_name("ready").touch()
+        while not turn.exists():
+            time.sleep(0.2)
+        self.checkpoint_manager.update_weights(self.global_steps)  # wakes the servers, as after every step
+        return plain(self, *args, **kwargs)
+
+    module.PPOTrainer.fit = fit
+
+
 def end_in_time(module: ModuleType) -> None:
     """No step starts for which, by the longer of the last two, there is no time. The first one compiles."""
-    plain, ends = module.PPOTrainer._step_once, float(os.environ["JOB_ENDS"])
+    plain, turn = module.PPOTrainer._step_once, Path(os.environ["JOB_TURN"])
     recent: deque[float] = deque(maxlen=2)
 
     @functools.wraps(plain)
@@ -81,13 +100,22 @@ def end_in_time(module: ModuleType) -> None:
         began = time.time()
         done = plain(self, *args, **kwargs)
         recent.append(time.time() - began)
-        if time.time() + OTHER_SECONDS + 1.1 * max(recent) > ends:
+        if time.time() + OTHER_SECONDS + 1.1 * max(recent) > float(turn.read_text()):
             self.total_training_steps = self.global_steps
         return done
 
     module.PPOTrainer._step_once = step_once
 
 
-if os.environ.get("JOB_ENDS") and __name__ == "forced":
+def name_apart(module: ModuleType) -> None:
+    """verl names the sockets for weights by Ray's id of the job, which is the same in every cluster on this host."""
+    plain = module.RuntimeContext.get_job_id
+    mark = crc32(os.environ["JOB_TURN"].encode())
+    module.RuntimeContext.get_job_id = lambda self: f"{plain(self)}-{mark:08x}"
+
+
+if os.environ.get("JOB_TURN") and __name__ == "forced":
     wrapt.register_post_import_hook(force_lengths, "verl.experimental.agent_loop.single_turn_agent_loop")
+    wrapt.register_post_import_hook(take_turns, "verl.trainer.ppo.v1.trainer_base")
     wrapt.register_post_import_hook(end_in_time, "verl.trainer.ppo.v1.trainer_base")
+    wrapt.register_post_import_hook(name_apart, "ray.runtime_context")

@@ -9,11 +9,13 @@ needs an attention that keeps them apart. This module registers one with transfo
 
 `python packed.py MODEL OUT.json` tries them on this machine, in this order: outputs and gradients against float32, and
 then an update of 128 rows, which is timed. It names the first one that passes. verl loads this module in all its
-processes (VERL_USE_EXTERNAL_MODULES); PACKED_ATTENTION names the kind.
+processes (VERL_USE_EXTERNAL_MODULES); PACKED_ATTENTION names the OUT.json to read the kind from at the first use.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import sys
@@ -29,8 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "packed"
 KINDS = ("varlen", "varlen_repeated", "rows")
-KIND = os.environ.get("PACKED_ATTENTION", "rows")
 TOLERANCE = 0.03  # of the largest value: bfloat16 has 8 bits
+_trying: str | None = None  # the trial's kind
 _last: tuple[Any, list[int]] = (None, [])  # the lengths are the same in all layers, and reading them waits for the GPU
 
 
@@ -58,7 +60,13 @@ def attend(
     """transformers' attention interface: tensors are (1, heads, tokens, size), the result (1, tokens, heads, size)."""
     assert attention_mask is None and query.shape[0] == 1, "for packed rows only"
     lengths = lengths_of(position_ids)
-    return attention(KIND, query[0], key[0], value[0], lengths, scaling).unsqueeze(0), None
+    return attention(_trying or chosen(), query[0], key[0], value[0], lengths, scaling).unsqueeze(0), None
+
+
+@functools.cache
+def chosen() -> str:
+    found = json.loads(Path(os.environ["PACKED_ATTENTION"]).read_text(encoding="utf-8"))
+    return found["kind"] or "rows"
 
 
 def attention(kind: str, query: Any, key: Any, value: Any, lengths: Sequence[int], scaling: float) -> torch.Tensor:
@@ -73,7 +81,10 @@ def attention(kind: str, query: Any, key: Any, value: Any, lengths: Sequence[int
     bounds = torch.tensor([0, *lengths], device=query.device).cumsum(0).to(torch.int32)
     tensors = [tensor.transpose(0, 1).contiguous() for tensor in (query, key, value)]
     longest = max(lengths)
-    return varlen_attn(*tensors, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0))
+    takes = inspect.signature(varlen_attn).parameters  # of several releases of PyTorch
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in takes else {"is_causal": True}
+    shared: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
+    return varlen_attn(*tensors, bounds, bounds, longest, longest, scale=scaling, **causal, **shared)
 
 
 def _row_by_row(query: Any, key: Any, value: Any, lengths: Sequence[int], scaling: float) -> torch.Tensor:
@@ -147,8 +158,8 @@ def _wait(device: Any) -> None:
 
 def tried(kind: str, measure: Callable[[], float]) -> float | None:
     """Seconds; None if this kind is wrong or does not run here."""
-    global KIND
-    KIND = kind
+    global _trying
+    _trying = kind
     try:
         return measure() if is_correct(kind, "cuda" if torch.cuda.is_available() else "cpu") else None
     except Exception as error:
