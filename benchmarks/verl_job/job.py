@@ -15,11 +15,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from occupancy import bubble, harvests_in, until_last_response, whole_lines
 
+from sortedrl.core.events import Updated
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.observe.metrics import Metrics
 
@@ -177,8 +179,13 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
         found["step_seconds"][1:]
     )
     if (asked.out / "events.jsonl").exists():
-        log = without_rolled_back(read_events(asked.out / "events.jsonl"))
-        found["bubble_parts_of_event_log"] = Metrics().fold(log).run_metrics().bubble_parts
+        metrics, until_update = Metrics(), [0]
+        for event in without_rolled_back(read_events(asked.out / "events.jsonl")):
+            metrics.fold([event])
+            if isinstance(event, Updated):
+                until_update.append(metrics.run_metrics().generated_tokens)
+        found["generated_tokens"] = [after - before for before, after in pairwise(until_update)]
+        found["bubble_parts_of_event_log"] = metrics.run_metrics().bubble_parts
     return found | {name: value for name, value in steps[-1].items() if name.startswith("sortedrl/")}
 
 

@@ -6,7 +6,9 @@
 A file has the result of one job or a list of them. The first step of each, which compiles and warms up, is not counted.
 Seconds are per step; `last` of those of `generate` pass until the last response, the others are polling. `log-probs` is
 a further forward pass of the trainer, before the update (older files have it in `rest`). `ms/token`: of the update, per
-response token. `all`: seconds of all steps, with the first. Staleness is SortedRL's own: verl's modes do not log it.
+response token. `all`: seconds of all steps, with the first. `made/s`: tokens generated per second of the counted steps;
+fewer than `tokens/s` if counted steps trained on tokens of the first. It and staleness are SortedRL's own: verl's
+modes do not log them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 
 HEADER = (
     f"{'setting':16}{'counted':>8}{'rollouts/s':>11}{'ms/rollout':>11}{'tokens/s':>9}{'step':>7}{'generate':>10}{'last':>6}"
-    f"{'log-probs':>10}{'update':>8}{'ms/token':>9}{'rest':>6}{'all':>7}{'bubble':>8}{'stale':>7}  reward"
+    f"{'log-probs':>10}{'update':>8}{'ms/token':>9}{'rest':>6}{'all':>7}{'bubble':>8}{'made/s':>8}{'stale':>7}  reward"
 )
 
 
@@ -37,15 +39,17 @@ def row(result: Mapping[str, Any]) -> str:
     logprobs = mean("old_log_prob_seconds") if "old_log_prob_seconds" in result else 0.0
     known = result.get("sortedrl/staleness_mean")
     stale = "-" if known is None else f"{known:.2f}"
+    seconds = sum(result["step_seconds"][1:])
+    made = f"{sum(result['generated_tokens'][1:]) / seconds:,.0f}" if "generated_tokens" in result else "-"
     per_rollout = result["step_seconds_per_trained_rollout"]
     tokens = sum(a * b for a, b in zip(result["rollouts"][1:], result["response_length"][1:], strict=True))
     return (
         f"{result['setting']:16}{len(result['step_seconds']) - 1:8}{1 / per_rollout:11.2f}{1000 * per_rollout:11.1f}"
-        f"{tokens / sum(result['step_seconds'][1:]):9,.0f}{step:7.1f}{generate:10.2f}"
+        f"{tokens / seconds:9,.0f}{step:7.1f}{generate:10.2f}"
         f"{mean('last_response_seconds'):6.2f}{logprobs:10.2f}{update:8.2f}"
         f"{1000 * sum(result['update_seconds'][1:]) / tokens:9.3f}{step - generate - logprobs - update:6.2f}"
         f"{sum(result['step_seconds']):7.1f}{result['bubble_at_servers']:8.1%}"
-        f"{stale:>7}  " + " ".join(f"{reward:+.2f}" for reward in result["reward"])
+        f"{made:>8}{stale:>7}  " + " ".join(f"{reward:+.2f}" for reward in result["reward"])
     )
 
 
