@@ -128,8 +128,9 @@ WAITS: dict[str, tuple[list[Event], float, float]] = {  # queued and KV-limited 
 @pytest.mark.parametrize("case", WAITS)
 def test_a_slot_that_waits_is_queued_or_kv_limited(case: str) -> None:
     log, queued, kv_limited = WAITS[case]
-    parts = run_metrics(*log, END).bubble_parts
-    assert (parts["queued"], parts["kv_limited"]) == (queued / 20, kv_limited / 20)
+    found = run_metrics(*log, END)
+    assert (found.bubble_parts["queued"], found.bubble_parts["kv_limited"]) == (queued / 20, kv_limited / 20)
+    assert found.preemptions == (kv_limited > 0)
 
 
 def test_a_slot_is_kv_limited_where_a_request_was_preempted_and_waits() -> None:

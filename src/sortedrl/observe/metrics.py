@@ -174,9 +174,10 @@ class Metrics:
 
     def _on_preempted(self, event: events.Preempted) -> None:
         self._in_slot.discard(event.rollout)
-        self._memory_is_short |= event.recompute > 0  # 0: it had not started
-        self._count["preemptions"] += 1
-        self._count["re_prefill_tokens"] += event.recompute
+        if event.recompute:  # 0: it had not started
+            self._memory_is_short = True
+            self._count["preemptions"] += 1
+            self._count["re_prefill_tokens"] += event.recompute
 
     def _on_turn_ended(self, event: events.TurnEnded) -> None:
         if self._leave_engine(event.rollout, event.made):
