@@ -100,6 +100,7 @@ class TrainingRun:
         )
         self.drafts = LoggedDrafts(self.engine)
         self.rejections = self._rejection_watch()
+        self.has_noted_cut = False
         self.skipped_steps = SkippedSteps(settings.steps_per_update, settings.learning_rate, console.log)
         prompts = {"train": resources.train, "held_out": self._held_out()}
         self.problem_digests = {part: problem_digests(prompts[part]) for part in prompts}
@@ -204,11 +205,19 @@ class TrainingRun:
         evaluates = settings.eval_every > 0 and done % settings.eval_every == 0
         stats |= self._weight_update(is_due=evaluates or self.controller.harvest_is_used_up)
         self.record.update(batch, stats, scoring_backlog=self.training_rewards.scorer.pending)
+        self._note_cut_responses(batch)
         self.skipped_steps.check(done, stats)
         if evaluates:
             self._evaluate(done)
         if settings.checkpoint_every and done % settings.checkpoint_every == 0:
             self._save(done)
+
+    def _note_cut_responses(self, batch: Batch) -> None:
+        cut, count = sum(rollout.truncated for rollout in batch.rollouts), len(batch.rollouts)
+        if 2 * cut > count and not self.has_noted_cut:
+            self.has_noted_cut = True
+            limit = f"--max-response-tokens {self.settings.max_response_tokens} or another limit"
+            self.console.log(f"update {batch.update + 1}: {cut} of {count} responses were cut by {limit}")
 
     def _weight_update(self, *, is_due: bool) -> dict[str, float]:
         """Metrics of this update's weight update; none if a later update of the same harvest makes it."""
