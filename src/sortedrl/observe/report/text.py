@@ -184,7 +184,7 @@ def _conclusion_of_several(series: Sequence[Series]) -> str:
     if best is reference:
         second = max((one for one in series if one is not reference), key=lambda one: one.mean("goodput"))
         return (
-            f"No schedule here beats {reference.label}: it trained on {before:,.0f} tokens per second with "
+            f"No other run is faster than {reference.label}: it trained on {before:,.0f} tokens per second with "
             f"{percent(reference.mean('bubble'))} of slot-time empty; {second.label} trained on "
             f"{second.mean('goodput'):,.0f} with {percent(second.mean('bubble'))}."
         )
