@@ -182,7 +182,7 @@ class Job:
     def __init__(self, asked: argparse.Namespace, name: str, steps: int) -> None:
         self.name, self.folder, self.out = name, asked.work / name, asked.out
         self.command = [
-            *(sys.executable, str(HERE / "job.py"), name.rstrip("2").rstrip("-"), "--packed", "--module", "forced"),
+            *(sys.executable, str(HERE / "job.py"), name.removesuffix("-2"), "--packed", "--module", "forced"),
             *("--model", str(asked.work / "model"), "--data", str(asked.work / "data"), "--out", str(self.folder)),
             *("--steps", str(steps), "--prompts", str(asked.prompts), "--slots", str(8 * asked.prompts)),
             *("--prompt-tokens", str(asked.prompt_tokens), "--response-tokens", str(asked.response_tokens)),
