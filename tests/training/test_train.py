@@ -66,7 +66,7 @@ def test_a_file_sets_how_the_learner_treats_truncated_responses(model: Path, tmp
     """Nearly every response of 2 tokens is cut, and only the others train."""
     rare = config_file(tmp_path, truncated_rollouts="masked")
     words = ["--model", str(model), "--out", str(tmp_path / "run"), *SMALL, *rare, "--max-response-tokens", "2"]
-    assert "responses were cut by --max-response-tokens 2" in sortedrl("train", *words, "--updates", "1").stdout
+    assert "of update 1 were cut by --max-response-tokens 2" in sortedrl("train", *words, "--updates", "1").stdout
     (found,) = metrics_of(tmp_path / "run", "rollouts_trained")
     assert 0 < found["truncated_fraction"] <= 1
     assert found["rollouts_trained"] == found["rollouts"] * (1 - found["truncated_fraction"])

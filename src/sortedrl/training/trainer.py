@@ -217,7 +217,7 @@ class TrainingRun:
         if 2 * cut > count and not self.has_noted_cut:
             self.has_noted_cut = True
             limit = f"--max-response-tokens {self.settings.max_response_tokens} or another limit"
-            self.console.log(f"update {batch.update + 1}: {cut} of {count} responses were cut by {limit}")
+            self.console.log(f"{cut} of the {count} responses of update {batch.update + 1} were cut by {limit}")
 
     def _weight_update(self, *, is_due: bool) -> dict[str, float]:
         """Metrics of this update's weight update; none if a later update of the same harvest makes it."""
