@@ -83,7 +83,7 @@ class TestServer(ServerTests):
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
         too_long = Request(0, Prompt("long", [3] * 300), (), 4, 0)
         ledger = completed(self.engine_at(server), [too_long, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
-        assert list(ledger.finished) == [2] and set(ledger.failed) == {0}
+        assert list(ledger.finished) == [2] and set(ledger.failed) == {0}, ledger.failed
         assert "the server refused it" in ledger.failed[0] and "length" in ledger.failed[0]
 
     def test_limits_of_the_server_are_read_and_more_slots_are_refused(self, server: ServerProcess) -> None:
