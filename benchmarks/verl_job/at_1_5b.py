@@ -1,6 +1,6 @@
 """verl at its best on one H200: Qwen2.5-1.5B's shape, packed sequences, forced response lengths up to 4,096 tokens.
 
-    python at_1_5b.py OUT --work DIR [--settings sync elevator ...] [--budget 560]
+    python at_1_5b.py OUT --work DIR [--settings sync elevator ...] [--budget 800]
     python at_1_5b.py OUT --work DIR --cpu          a trial with a tiny model and short responses
 
 Random weights, prompts of 128 random letters (a token each), updates of 16 prompts x 8 rollouts, 128 slots (vLLM
@@ -250,14 +250,13 @@ class Job:
         self.process.wait()
 
 
-def started(asked: argparse.Namespace) -> list[Job]:
-    jobs: list[Job] = []
+def start_all(asked: argparse.Namespace, jobs: list[Job]) -> None:
+    """Into `jobs` one by one: those that run must be ended if a later one cannot start."""
     for entry in asked.settings:
         setting, _, steps = entry.partition(":")
         name = f"{setting}-2" if setting in [job.name for job in jobs] else setting
         jobs.append(Job(asked, name, int(steps or MOST_STEPS)))
         time.sleep(asked.apart)
-    return jobs
 
 
 def wait_for(jobs: list[Job], until: float) -> list[Job]:
@@ -315,8 +314,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     prepare(asked)
     print(f"{time.time() - began:.0f} s: the model is written", flush=True)
-    jobs = started(asked)
+    jobs: list[Job] = []
     try:
+        start_all(asked, jobs)
         trial = tried(asked)
         print(f"{time.time() - began:.0f} s; packed attention: {trial}", flush=True)
         state_prediction(asked, trial)

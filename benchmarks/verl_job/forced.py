@@ -27,6 +27,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.engines.lengths import LognormalLengths
 
 MEDIAN = 636.85
+MOST_WAITING_SECONDS = 1800.0  # for the turn
 OTHER_SECONDS = 6.0  # of a step, outside of `_step_once`: weights to the servers, twice
 LIMIT, SEED = int(os.environ.get("FORCED_LIMIT", "4096")), int(os.environ.get("FORCED_SEED", "5"))
 
@@ -82,7 +83,10 @@ def take_turns(module: ModuleType) -> None:
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.checkpoint_manager.sleep_replicas()
         turn.with_name("ready").touch()
+        until = time.time() + MOST_WAITING_SECONDS
         while not turn.exists():
+            if time.time() > until:
+                raise TimeoutError(f"{turn} did not come: whoever started this job is gone")
             time.sleep(0.2)
         self.checkpoint_manager.update_weights(self.global_steps)  # wakes the servers, as after every step
         return plain(self, *args, **kwargs)

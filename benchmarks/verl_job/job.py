@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from occupancy import bubble, harvests_in, until_last_response, whole_lines
+from table import by_step
 
 from sortedrl.core.events import Updated
 from sortedrl.log.reading import read_events, without_rolled_back
@@ -153,15 +154,10 @@ def result(asked: argparse.Namespace) -> dict[str, Any]:
     without_polling = until_last_response(occupancy, harvests)
     rollouts = [harvest["rollouts"] for harvest in harvests]
     trained = sum(rollouts[1:])
-    found = {
+    found: dict[str, Any] = {
         "setting": asked.setting,
         "rollouts": rollouts,
-        "step_seconds": [line["timing_s/step"] for line in steps],
-        "generation_seconds": [line["timing_s/gen"] for line in steps],
-        "old_log_prob_seconds": [line.get("timing_s/old_log_prob", 0.0) for line in steps],
-        "update_seconds": [line["timing_s/update_actor"] for line in steps],
-        "reward": [line["critic/score/mean"] for line in steps],
-        "response_length": [line["response_length/mean"] for line in steps],
+        **by_step(steps),
         # the trainer's probability of each token against the server's: weights, tokens and their order are right
         "probability_difference_max": [line["training/rollout_probs_diff_max"] for line in steps],
         "probability_difference_mean": [line["training/rollout_probs_diff_mean"] for line in steps],

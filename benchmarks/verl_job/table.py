@@ -3,17 +3,18 @@
     python benchmarks/verl_job/table.py OUT/*/result.json
     python benchmarks/verl_job/table.py benchmarks/measured/h200-peers/verl.json
 
-A file has the result of one job or a list of them. The first step of each, which compiles and warms up, is not counted.
-Seconds are per step; `last` of those of `generate` pass until the last response, the others are polling. `log-probs` is
-a further forward pass of the trainer, before the update (older files have it in `rest`). `ms/token`: of the update, per
-response token. `all`: seconds of all steps, with the first. `made/s`: tokens generated per second of the counted steps;
-fewer than `tokens/s` if counted steps trained on tokens of the first. It and staleness are SortedRL's own: verl's
-modes do not log them.
+A file has the result of one job or a list of them, or (*.jsonl) the metrics that verl wrote of an interrupted one. The
+first step of each, which compiles and warms up, is not counted. Seconds are per step; `last` of those of `generate`
+pass until the last response, the others are polling. `log-probs` is a further forward pass of the trainer, before the
+update (older files have it in `rest`). `ms/token`: of the update, per response token. `all`: seconds of all steps, with
+the first. `made/s`: tokens generated per second of the counted steps; fewer than `tokens/s` if counted steps trained on
+tokens of the first. It and staleness are SortedRL's own: verl's modes do not log them.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,34 @@ HEADER = (
 )
 
 
+def by_step(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Of verl's metrics, one mapping per step."""
+    return {
+        "step_seconds": [step["timing_s/step"] for step in steps],
+        "generation_seconds": [step["timing_s/gen"] for step in steps],
+        "old_log_prob_seconds": [step.get("timing_s/old_log_prob", 0.0) for step in steps],
+        "update_seconds": [step["timing_s/update_actor"] for step in steps],
+        "reward": [step["critic/score/mean"] for step in steps],
+        "response_length": [step["response_length/mean"] for step in steps],
+    }
+
+
+def of_metrics(path: Path) -> dict[str, Any]:
+    """What job.py would find without the requests at the servers."""
+    lines = [json.loads(line)["data"] for line in path.read_text().splitlines()]
+    steps = [line for line in lines if "training/global_step" in line]
+    tokens_of_each = [step["prompt_length/mean"] + step["response_length/mean"] for step in steps]
+    found: dict[str, Any] = {"setting": path.stem, **by_step(steps)}
+    found["rollouts"] = [
+        round(step["perf/total_num_tokens"] / each) for step, each in zip(steps, tokens_of_each, strict=True)
+    ]
+    found["last_response_seconds"] = [math.nan] * len(steps)
+    return found | {"bubble_at_servers": math.nan, "sortedrl/staleness_mean": steps[-1].get("sortedrl/staleness_mean")}
+
+
 def read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".jsonl":
+        return [of_metrics(path)]
     found = json.loads(path.read_text())
     return found if isinstance(found, list) else [found]
 
@@ -41,7 +69,7 @@ def row(result: Mapping[str, Any]) -> str:
     stale = "-" if known is None else f"{known:.2f}"
     seconds = sum(result["step_seconds"][1:])
     made = f"{sum(result['generated_tokens'][1:]) / seconds:,.0f}" if "generated_tokens" in result else "-"
-    per_rollout = result["step_seconds_per_trained_rollout"]
+    per_rollout = seconds / sum(result["rollouts"][1:])
     tokens = sum(a * b for a, b in zip(result["rollouts"][1:], result["response_length"][1:], strict=True))
     return (
         f"{result['setting']:16}{len(result['step_seconds']) - 1:8}{1 / per_rollout:11.2f}{1000 * per_rollout:11.1f}"
