@@ -375,7 +375,7 @@ def test_weights_are_written_with_their_types_and_a_tied_output_layer(
     monkeypatch.setattr(weight_files, "_FILE_BYTES", bytes_per_file)
     embedding = torch.rand(6, 3).bfloat16().T  # not contiguous
     given = {"model.embed_tokens.weight": embedding, "bias": torch.ones(1).half(), "norm": torch.rand(2)}
-    given |= {"step": torch.tensor(7), "none": torch.zeros(0, 2)}
+    given |= {"step": torch.tensor(7), "none": torch.zeros(0, 2), "mask": torch.tensor([True, False])}
     write_weights(iter(given.items()), tmp_path)
     loaded = [load_file(file) for file in tmp_path.iterdir()]
     written = {name: tensor for file in loaded for name, tensor in file.items()}
