@@ -123,7 +123,7 @@ def _write_file(tensors: Mapping[str, Any], path: Path) -> None:
         file.write(len(described).to_bytes(8, "little") + described)
         for _, tensor in ordered:
             for part in tensor.reshape(-1).view(torch.uint8).split(_BUFFER_BYTES):
-                file.write((buffer[: part.numel()].copy_(part) if part.is_cuda else part).numpy())
+                file.write((buffer[: part.numel()].copy_(part) if part.is_cuda else part).numpy().data)
 
 
 def _remove(folder: Path) -> None:
