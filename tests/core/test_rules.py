@@ -522,14 +522,8 @@ def test_a_rollout_that_is_lost_once_is_trained_on_in_the_end(mode: str) -> None
 
 
 def test_the_set_goes_on_without_a_rejected_member() -> None:
-    result = run(
-        "on-policy",
-        [2, 3],
-        rollouts_per_update=3,
-        rollouts_per_prompt=3,
-        whole_groups=True,
-        unscorable=frozenset({1}),
-    )
+    sizes = {"rollouts_per_update": 3, "rollouts_per_prompt": 3}
+    result = run("on-policy", [2, 3], **sizes, whole_groups=True, unscorable=frozenset({1}))
     assert sorted(id for batch in result.ids for id in batch) == [0, 2, 3, 4, 5]
     assert [0, 2] in result.ids or [0, 2, 3, 4, 5] in result.ids
 

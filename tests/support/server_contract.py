@@ -21,8 +21,8 @@ from sortedrl.engines.checked_weights import CheckedWeights
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.base import HttpEngine
 from sortedrl.testing.engine_contract import PATIENCE_SECONDS, EngineContract, Ledger
-from tiny_llama import PROBES, logprobs_of, parted_after_a_load, shake
-from turns_on_engines import largest_gap_of_turns
+from tiny_llama import ON_GPU, PROBES, logprobs_of, parted_after_a_load, shake
+from turns_on_engines import gaps_of_turns
 
 SLOTS = 8  # of a server
 END = 2  # the model's own end token
@@ -162,7 +162,9 @@ class ServerTests(OnServer):
         self, server: ServerProcess, model: tuple[Path, Any]
     ) -> None:
         engine = self.engine_at(server, slots=3, eos=[2, 3, 4, 5])
-        assert largest_gap_of_turns(engine, model[1]) < 10 * self.tolerance
+        gaps = gaps_of_turns(engine, model[1])  # wrong weights or a wrong context: 1.5 nats or more on average
+        assert sum(gaps) / len(gaps) < 5 * self.tolerance
+        assert ON_GPU or max(gaps) < 10 * self.tolerance  # bfloat16 and TF32 alone: 12 nats at some tokens
         engine.close()
 
 

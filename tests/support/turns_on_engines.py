@@ -12,7 +12,11 @@ TURNS = 3
 
 
 def largest_gap_of_turns(engine: Engine, model: Any, mode: str = "partial+elevator") -> float:
-    """The largest difference, over all turns under weights that change with every update, between the engine's
+    return max(gaps_of_turns(engine, model, mode))
+
+
+def gaps_of_turns(engine: Engine, model: Any, mode: str = "partial+elevator") -> list[float]:
+    """The differences, in all turns under weights that change with every update, between the engine's
     log-probabilities and those of the weights that sampled the token, on the same context.
 
     `model` is changed. Its eos token ends a turn at random; the environment answers all but the last one.
@@ -26,10 +30,10 @@ def largest_gap_of_turns(engine: Engine, model: Any, mode: str = "partial+elevat
     environments = InstantEnvironments(lambda r: None if r.observations + 1 == TURNS else OBSERVATION)
     scorer = ScoreAtOnce(lambda rollout: float(len(rollout)))
     controller = Controller(engine, Prompts(prompts), scorer, schedule, environments=environments)
-    gap, turns, versions = 0.0, 0, 0
+    gaps, turns, versions = list[float](), 0, 0
     for batch in controller:
         for rollout in batch:
-            gap = max(gap, _gap(rollout, states, model))
+            gaps += _gaps(rollout, states, model)
             turns = max(turns, rollout.observations + 1)
             versions = max(versions, len(set(rollout.versions)))
         model.load_state_dict(states[-1])
@@ -38,21 +42,20 @@ def largest_gap_of_turns(engine: Engine, model: Any, mode: str = "partial+elevat
         controller.publish(dict(model.named_parameters()))
     assert turns > 1, "no rollout has several turns"
     assert versions > 1 or mode == "on-policy", "no rollout was resumed under new weights"
-    return gap
+    return gaps
 
 
-def _gap(rollout: Rollout, states: list[Any], model: Any) -> float:
-    context = list(rollout.prompt.tokens)
-    gap = 0.0
+def _gaps(rollout: Rollout, states: list[Any], model: Any) -> list[float]:
+    context, gaps = list(rollout.prompt.tokens), list[float]()
     for segment in rollout.segments:
         if segment.is_environment:
             assert list(segment.tokens) == OBSERVATION
         else:
             model.load_state_dict(states[segment.version])
             expected = logprobs_of(model)(context, segment.tokens)
-            gap = max([gap, *(abs(a - b) for a, b in zip(expected, segment.logprobs, strict=True))])
+            gaps += (abs(a - b) for a, b in zip(expected, segment.logprobs, strict=True))
         context += segment.tokens
-    return gap
+    return gaps
 
 
 def _copy_of(model: Any) -> dict[str, Any]:
