@@ -2,7 +2,8 @@
 
     python benchmarks/predictions.py
 
-Reads benchmarks/measured/h200-8b: the output of `sortedrl bench`, and the profile measured on the same day.
+Reads benchmarks/measured/h200-8b: the output of `sortedrl bench`, and the profile measured on the same day. Then
+h200-vllm-server and h200-sglang: the same lengths through three engines, with today's presets and SGLang's own profile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from sortedrl.studies import bench
 from sortedrl.studies.bench import BenchSettings, bench_schedule, bench_workload
 from sortedrl.studies.workload import limit
 
-MEASURED = Path(__file__).parent / "measured" / "h200-8b"
+ALL = Path(__file__).parent / "measured"
+MEASURED = ALL / "h200-8b"
+SGLANG_PROFILE = str(ALL / "h200-sglang" / "profile.json")
+SERVERS = {"h200-vllm-server": ("h200-8b",), "h200-sglang": ("h200-8b", SGLANG_PROFILE, "h200-8b-sglang")}
 FIRST_DAY = {
     "cold_baseline",
     "cold_lookahead",
@@ -29,14 +33,15 @@ FIRST_DAY = {
 TAKEN = ("median_length", "max_response_tokens", "prompt_tokens", "slots", "rollouts_per_update", "prompts_per_cohort")
 
 
-def settings_of(path: Path, written: dict[str, Any]) -> BenchSettings:
+def settings_of(path: Path, written: dict[str, Any], step_time: str = "") -> BenchSettings:
     """The settings of the run, with the profile measured on the same day."""
     saved = written["settings"]
     profile = MEASURED / ("profile.json" if path.stem in FIRST_DAY else "profile_second.json")
     return BenchSettings(
         engine="vllm",
         engine_options=saved["engine_options"],
-        step_time=str(profile),
+        step_time=step_time or str(profile),
+        seed=saved.get("seed", 0),
         kv_tokens=written["kv_tokens"],
         cohorts=saved["cohorts"],
         **{key: saved[key] for key in TAKEN},
@@ -62,6 +67,26 @@ def rows() -> Iterator[Row]:
             yield Row(path.stem, mode, found, off, 100 * (said["bubble"] - found["bubble"]))
 
 
+def print_servers() -> None:
+    for folder, step_times in SERVERS.items():
+        names = "".join(f"{Path(name).stem:>16}" for name in step_times)
+        print(f"\n{folder:46}{'kept tok/s':>12}{'bubble':>8}{names}  (prediction error)")
+        for path in sorted((ALL / folder).glob("*.json")):
+            written = json.loads(path.read_text(encoding="utf-8"))
+            for mode, found in written.get("modes", {}).items():
+                errors = ""
+                for step_time in step_times:
+                    settings = settings_of(path, written, step_time)
+                    case = bench.case_of(mode_of(written, mode), bench_workload(settings), bench_schedule(settings))
+                    errors += f"{bench.predicted(case, found['updates'])['kept'] / found['kept'] - 1:+16.1%}"
+                print(f"{path.stem:46}{found['kept']:12,.0f}{found['bubble']:8.1%}{errors}")
+
+
+def mode_of(written: dict[str, Any], name: str) -> str:
+    """With what is known of the lengths: the first files have it in their settings only."""
+    return str(written["settings"]["modes"][0]) if len(written["modes"]) == 1 else name
+
+
 def main() -> None:
     print(f"{'run':22}{'mode':38}{'tok/s':>8}{'limit':>7}{'bubble':>8}{'stale':>7}{'predicted tok/s, bubble':>26}")
     for run, mode, found, goodput_off, bubble_off in rows():
@@ -76,6 +101,7 @@ def main() -> None:
         settings = settings.model_copy(update={"step_time": str(MEASURED / profile)})
         most = limit(bench_workload(settings, 4), bench_schedule(settings))
         print(f"limit of four cohorts by {profile}: {most:,.0f} tok/s")
+    print_servers()
 
 
 if __name__ == "__main__":

@@ -148,10 +148,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[str, object]]:
         if line.strip():
             try:
                 value = json.loads(line)
-            except (
-                ValueError,
-                RecursionError,
-            ) as error:  # or thousands of digits, or deeply nested lists
+            except (ValueError, RecursionError) as error:  # or thousands of digits, or deeply nested lists
                 why = str(error)
                 if isinstance(error, json.JSONDecodeError):
                     why = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"

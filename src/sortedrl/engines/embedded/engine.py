@@ -22,14 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sortedrl.core.configuration import checked_slots
-from sortedrl.core.engine import (
-    Change,
-    EngineDied,
-    EngineInfo,
-    Request,
-    RequestFinished,
-    RequestStarted,
-)
+from sortedrl.core.engine import Change, EngineDied, EngineInfo, Request, RequestFinished, RequestStarted
 from sortedrl.core.errors import first_sentences
 from sortedrl.engines.embedded.decoder import SlotDecoder
 from sortedrl.engines.shared import Decoding, LocalEngine, refusal, require_empty
