@@ -13,16 +13,7 @@ import scenarios
 from paced import PacedEngine
 from random_runs import peaceful
 from scenarios import Run, Scenario, run, scenario
-from sortedrl.core import (
-    Batch,
-    ConfigurationError,
-    Controller,
-    Prompt,
-    Prompts,
-    Schedule,
-    ScoreAtOnce,
-    events,
-)
+from sortedrl.core import Batch, ConfigurationError, Controller, Prompt, Prompts, Schedule, ScoreAtOnce, events
 from sortedrl.core.checkpoint import restore_cursor, saved_cursor
 from sortedrl.core.strategies.base import Sweep
 

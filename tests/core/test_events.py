@@ -72,11 +72,7 @@ def test_a_log_of_another_format_is_refused_by_every_reader(found: int | None, a
     fields = {"event": "RunBegan", "at": 0.0, "slots": 4, "mode": "partial", "settings": {}}
     path = tmp_path / "events.jsonl"
     path.write_text(json.dumps(fields | ({} if found is None else {"format": found})) + "\n")
-    for read in (
-        lambda: list(read_events(path)),
-        lambda: read_intact(path),
-        lambda: last_run(lines_of(path)),
-    ):
+    for read in (lambda: list(read_events(path)), lambda: read_intact(path), lambda: last_run(lines_of(path))):
         with pytest.raises(UnknownFormat, match=rf"format {found or 1}, .* {age} .*or start a new run"):
             read()
     path.write_text(json.dumps(fields | {"format": FORMAT}) + "\n")

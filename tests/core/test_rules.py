@@ -116,10 +116,7 @@ def test_a_rest_of_less_than_half_an_update_joins_the_epochs_last_cohort(mode: s
 
 def test_a_cohort_never_spans_two_epochs() -> None:
     result = run("partial", [1, 2, 3, 4, 5, 6, 7], rollouts_per_update=2, prompts_per_cohort=5, epochs=2)
-    assert [event.prompts for event in result.all(events.Loaded)] == [
-        ("p0", "p1", "p2", "p3", "p4"),
-        ("p5", "p6"),
-    ] * 2
+    assert [event.prompts for event in result.all(events.Loaded)] == [("p0", "p1", "p2", "p3", "p4"), ("p5", "p6")] * 2
 
 
 @pytest.mark.parametrize("mode", ["on-policy", "partial", "cohort-at-once"])
@@ -218,13 +215,7 @@ def test_a_response_that_hits_the_token_limit_is_cut_there_and_marked() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_whole_sibling_sets_are_trained_on_together(mode: str) -> None:
     result = run(
-        mode,
-        [4, 9, 2, 7, 1],
-        redraws=True,
-        slots=5,
-        rollouts_per_update=4,
-        rollouts_per_prompt=3,
-        whole_groups=True,
+        mode, [4, 9, 2, 7, 1], redraws=True, slots=5, rollouts_per_update=4, rollouts_per_prompt=3, whole_groups=True
     )
     for batch in result.batches:
         prompts = [rollout.prompt.id for rollout in batch]
@@ -548,12 +539,7 @@ def test_members_that_fail_do_not_use_up_the_cap_of_their_sets() -> None:
     fourth set are started for this harvest."""
     result = Run(
         scenario(
-            "on-policy",
-            [2] * 6,
-            rollouts_per_update=4,
-            rollouts_per_prompt=2,
-            whole_groups=True,
-            oversubscribe=1.0,
+            "on-policy", [2] * 6, rollouts_per_update=4, rollouts_per_prompt=2, whole_groups=True, oversubscribe=1.0
         )
     )
     result.engine._lost_after = lambda request: 1 if request.id in (1, 3) else None
@@ -772,12 +758,7 @@ def test_what_has_waited_too_long_for_the_elevator_starts_next(max_wait: int) ->
     lengths = [50] + [2] * 60
     result = Run(
         scenario(
-            "partial+elevator",
-            lengths,
-            slots=2,
-            rollouts_per_update=2,
-            prompts_per_cohort=6,
-            max_wait_updates=max_wait,
+            "partial+elevator", lengths, slots=2, rollouts_per_update=2, prompts_per_cohort=6, max_wait_updates=max_wait
         ),
         expectation=known_lengths(lengths),
     ).to_end()
