@@ -3,9 +3,9 @@
     seconds = step(running) + per_cached_token x (sum of contexts)
     prefill = per_prefill_step for each step that prefills + per_prefill_token x tokens
 
-`step` is given at a few batch sizes and interpolated between them. Without a `per_prefill_step`, `per_prefill_token` is
-that of a whole prefill, and no request decodes meanwhile. With both `per_prefill_step` and `prefill_tokens_per_step`,
-it is what a token adds to a step in which other requests decode (simulated_chunked_prefill.py).
+`step` is given at a few batch sizes and interpolated between them. No request decodes during a prefill, unless there
+are both a `per_prefill_step` and `prefill_tokens_per_step`: then `per_prefill_token` is what a token adds to a step in
+which other requests decode (simulated_chunked_prefill.py).
 
 With drafts a step of the engine yields `acceptance` tokens per request on average, but a simulated step yields one. So
 a simulated step takes 1 / acceptance of the engine's. That treats all requests alike; over a response of hundreds of
@@ -97,10 +97,10 @@ PRESETS: dict[str, StepTime] = {
         prefill_tokens_per_step=2048,
         measured_to=128,
     ),
-    # SGLang stops decoding to prefill: for 11 ms, fitted to five runs (benchmarks/LOG.md, section 9).
+    # SGLang stops decoding to prefill: for 11 ms, fitted to five runs (benchmarks/LOG.md, section 12).
     "h200-8b-sglang": StepTime(
-        ((1, 0.0049), (16, 0.0052), (32, 0.0054), (64, 0.0063), (128, 0.0069)),
-        2.75e-8,
+        ((1, 0.0049), (16, 0.0051), (32, 0.0054), (64, 0.0057), (128, 0.0067)),
+        2.98e-8,
         2.33e-5,
         source="profile of SGLang 0.5.17, LLaMA-3.1-8B shape, one H200",
         per_prefill_step=0.011,
