@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The same forced lengths on one GPU through three engines: what does the HTTP path cost? benchmarks/LOG.md, section 9.
+# The same forced lengths on one GPU through three engines: what does the HTTP path cost? benchmarks/LOG.md, sections 9
+# and 12.
 #
 #   benchmarks/servers_8b.sh sglang|vllm-server|vllm OUT
 #
@@ -8,7 +9,7 @@
 # costs the last modes alone. MODES="mode:updates ..." selects; PROFILE=FILE skips the profile; BACKEND names SGLang's
 # attention (default: fa3). BUDGET seconds (default: 540): no mode starts later. Needs the engine on PYTHONPATH.
 # MEDIAN and LIMIT: other lengths. CONTEXT: the profile's longest. KV_GIB: vLLM's KV cache, 8,192 tokens per GiB.
-# URL: a server that runs already.
+# URL: a server that runs already. ENGINE_OPTIONS="reuse_kv_cache True", for example.
 set -euo pipefail -f
 engine=${1:?usage: servers_8b.sh sglang|vllm-server|vllm OUT}
 mkdir -p "${2:?usage: servers_8b.sh ENGINE OUT}"
@@ -19,7 +20,7 @@ unset PYTHONDONTWRITEBYTECODE
 model=${MODEL:-benchmarks/shapes/llama-3.1-8b}
 port=30000
 url=${URL:-http://127.0.0.1:$port}
-default="baseline:4 partial+elevator@oracle:6"
+default="baseline:4 partial+elevator@oracle:6 partial+elevator@cold:6"
 [ "$engine" = sglang ] && default="baseline:4 partial+elevator@oracle:6 partial:5 partial+elevator@cold:6 april:6 on-policy:4 cohort-at-once+longest-first@oracle:4"
 
 case $engine in
@@ -27,19 +28,19 @@ case $engine in
     server=(python3 -m sglang.launch_server --host 127.0.0.1 --model-path "$model" --load-format dummy --skip-tokenizer-init
       --port $port --attention-backend "${BACKEND:-fa3}" --sampling-backend pytorch
       --max-running-requests 128 --incremental-streaming-output --mem-fraction-static 0.7)
-    flags=(--engine sglang --engine-urls "$url")
+    flags=(--engine sglang --engine-urls "$url" ${ENGINE_OPTIONS:+--engine-options $ENGINE_OPTIONS})
     ;;
   vllm-server)
     export VLLM_SERVER_DEV_MODE=1
     server=(python3 -m vllm.entrypoints.openai.api_server --model "$model" --load-format dummy --host 127.0.0.1 --port $port
       --tokens-only --logprobs-mode processed_logprobs --max-num-seqs 128 --stream-interval 8 --max-model-len 4400
       --gpu-memory-utilization 0.7 ${KV_GIB:+--kv-cache-memory-bytes $((KV_GIB << 30))})
-    flags=(--engine vllm-server --engine-urls "$url")
+    flags=(--engine vllm-server --engine-urls "$url" ${ENGINE_OPTIONS:+--engine-options $ENGINE_OPTIONS})
     ;;
   vllm)
     server=()
     flags=(--engine vllm --engine-options load_format dummy gpu_memory_utilization 0.7
-      ${KV_GIB:+kv_cache_memory_bytes $((KV_GIB << 30))})
+      ${KV_GIB:+kv_cache_memory_bytes $((KV_GIB << 30))} ${ENGINE_OPTIONS:-})
     ;;
 esac
 

@@ -164,7 +164,7 @@ class ServerTests(OnServer):
         engine = self.engine_at(server, slots=3, eos=[2, 3, 4, 5])
         gaps = gaps_of_turns(engine, model[1])  # wrong weights or a wrong context: 1.5 nats or more on average
         assert sum(gaps) / len(gaps) < 5 * self.tolerance
-        assert ON_GPU or max(gaps) < 10 * self.tolerance  # bfloat16 and TF32 alone: 12 nats at some tokens
+        assert ON_GPU or max(gaps) < 10 * self.tolerance  # bfloat16 alone: 12 nats at some tokens
         engine.close()
 
 
