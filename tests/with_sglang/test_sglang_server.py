@@ -16,10 +16,13 @@ import pytest
 from ledgers import completed
 from server_contract import SLOTS, ServerContract, ServerEnds, ServerTests
 from server_process import ServerProcess, serving
+from sortedrl.cli import main
 from sortedrl.core import Request
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt
 from sortedrl.engines.servers.sglang import SglangEngine
+from sortedrl.models import BUILT_IN_MODEL
+from sortedrl.studies.profile_file import read
 from tiny_llama import ON_GPU, tiny_model
 from weight_handles import GPU, fabricated
 
@@ -82,7 +85,7 @@ class TestServer(ServerTests):
 
     def test_what_the_server_rejects_fails_with_its_reason(self, server: ServerProcess) -> None:
         too_long = Request(0, Prompt("long", [3] * 300), (), 4, 0)
-        ledger = completed(self.engine_at(server), [too_long, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
+        ledger = completed(self.engine_at(server, eos=[2]), [too_long, Request(2, Prompt("good", [3, 4]), (), 4, 0)])
         assert list(ledger.finished) == [2] and set(ledger.failed) == {0}, ledger.failed
         assert "the server refused it" in ledger.failed[0] and "length" in ledger.failed[0]
 
@@ -94,6 +97,15 @@ class TestServer(ServerTests):
 
 class TestEnds(ServerEnds):
     engine_type = SglangEngine
+
+
+def test_a_profile_times_how_long_a_prefill_stops_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    sizes = ["--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--repeats", "1"]
+    with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--incremental-streaming-output") as server:
+        assert main(["profile", "--engine", "sglang", "--engine-urls", server.url, "--out", str(out), *sizes]) == 0
+    found = read(out)
+    assert found.prefill_step_tokens == 50 and not found.step_time().has_chunked_prefill
 
 
 def test_sglang_reads_our_handles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,27 +44,33 @@ class ProfileSettings(Settings, EngineSettings):
     """Measure an engine's step time, prefill, KV cache capacity and weight update, for `simulate --step-time FILE`."""
 
     model: Annotated[
-        str,
-        Field(description="as in bench; for a server, the folder that it serves, whose weights are sent again"),
+        str, Field(description="as in bench; for a server, the folder that it serves, whose weights are sent again")
     ] = "built-in"
     slots: Annotated[Slots, Field(ge=3)] = 64
     max_context_tokens: Annotated[int, Field(ge=64, description="longest prompt plus response, in tokens")] = 1024
     steps: Annotated[int, Field(ge=1, description="decode steps per measurement")] = 48
     repeats: Annotated[int, Field(ge=1, description="repeats of each measurement; the median is used")] = 3
     observation_tokens: Annotated[
-        int,
+        int | None,
         Field(
             ge=0,
-            description="for responses of several turns: also time a response that returns with this many new tokens",
+            description="for responses of several turns: also time a response that returns with this many new tokens; "
+            "default: with a server of SGLang, which stops decoding to prefill, at most 64, else 0",
         ),
-    ] = 0
+    ] = None
     out: Annotated[Path, Field(description="file to write")] = Path("profile.json")
+
+    @property
+    def observed(self) -> int:
+        if self.observation_tokens is None and self.engine == "sglang" and len(self.engine_urls) == 1:
+            return min(64, self.max_context_tokens // _CONTEXTS_OF_A_RETURN)
+        return self.observation_tokens or 0
 
     def check(self) -> None:
         check_engine(self)
         check_is_no_folder("out", self.out, "profile.json")
         cells = cells_for(self.slots, self.max_context_tokens, math.inf, self.steps)
-        longest, observed = self.max_context_tokens, self.observation_tokens
+        longest, observed = self.max_context_tokens, self.observed
         if len({running for running, _ in cells}) < 2 or len({context for _, context in cells}) < 2:
             why = f"measurements of {self.steps} steps at two context lengths and two batch sizes do not fit in it"
             fix = "Set it higher, or --steps or --slots lower."
@@ -117,7 +123,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
         weight_update_seconds=_measured_weight_update(engine, settings, log),
         machine=machine(),
         prefill_step_seconds=per_return,
-        prefill_step_tokens=settings.observation_tokens,
+        prefill_step_tokens=settings.observed,
         draft_tokens=draft_tokens,
         draft_cells=tuple(draft_cells),
     )
@@ -136,7 +142,7 @@ def run_profile(settings: ProfileSettings, log: Log) -> Profile:
 def _measured_return(
     engine: Engine, settings: ProfileSettings, vocabulary: int, room: int, per_token: float, log: Log
 ) -> float:
-    if not (observed := settings.observation_tokens):
+    if not (observed := settings.observed):
         return 0.0
     longest = min(settings.max_context_tokens, room // engine.slots)  # all slots fit in memory
     context, steps = longest // _CONTEXTS_OF_A_RETURN, max(8, min(128, longest // 16))

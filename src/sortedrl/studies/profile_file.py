@@ -38,7 +38,7 @@ class Profile:
     kv_tokens: Annotated[int, Field(gt=0)] | None
     weight_update_seconds: Seconds | None
     machine: str
-    prefill_step_seconds: Seconds = 0.0  # measured for rollouts of several turns only
+    prefill_step_seconds: Seconds = 0.0  # of a return; measured if it was asked for, or with SGLang
     prefill_step_tokens: Annotated[int, Field(ge=0)] = 128  # with requests of so many new tokens
     draft_tokens: int = 0  # drafted per request and step, if the engine has drafts; `cells` are without them
     draft_cells: tuple[Cell, ...] = ()  # the same measured with drafts, per step

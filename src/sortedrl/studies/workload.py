@@ -249,12 +249,7 @@ class ControllerRun:
         return self._metrics.run_metrics(self._uncut.mean())
 
 
-def run(
-    workload: Workload,
-    schedule: Schedule,
-    *sinks: Sink,
-    max_updates: int | None = None,
-) -> RunMetrics:
+def run(workload: Workload, schedule: Schedule, *sinks: Sink, max_updates: int | None = None) -> RunMetrics:
     """One simulated run, from the first prompt to the last update. Several controllers meet at every update: the
     learner starts when all have their batch, and its processes, one per controller, wait for the one with the most
     tokens. `sinks` get the events of the first controller."""
