@@ -267,6 +267,14 @@ def test_a_profile_times_returns_for_responses_of_several_turns(
     assert found.step_time().per_prefill_token == pytest.approx(0, abs=1e-6)
 
 
+def test_a_profile_times_a_return_by_default_with_one_server_that_stops_decoding_to_prefill() -> None:
+    server = profile.ProfileSettings(engine="sglang", engine_urls=("http://127.0.0.1:1",))
+    assert server.observed == 64
+    assert server.model_copy(update={"max_context_tokens": 256}).observed == 32
+    assert server.model_copy(update={"observation_tokens": 0}).observed == 0
+    assert profile.ProfileSettings().observed == profile.ProfileSettings(engine="vllm").observed == 0
+
+
 def test_bench_and_profile_from_the_command_line(tmp_path: Path, told: Any, refused: Any) -> None:
     out = tmp_path / "profile.json"
     told("profile", "--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--out", out)
