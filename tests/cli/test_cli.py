@@ -80,7 +80,7 @@ def test_plan_names_a_choice_and_says_when_it_is_not_needed() -> None:
     assert wide["staleness_frontier"] and wide["bias_frontier"]
     equal_lengths = ["--length-sd-between", "0", "--length-sd-within", "0"]
     flat = sortedrl("plan", *SIZES, *equal_lengths)
-    assert "You do not need this" in flat.stdout
+    assert "You do not need this" in flat.stdout and "tandard error" in flat.stdout
 
 
 @pytest.mark.slow

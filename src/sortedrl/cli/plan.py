@@ -7,6 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from sortedrl.cli.output import ProgressBar, print_json, table_console
+from sortedrl.cli.simulate import spread
 from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, workload_line
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
@@ -35,7 +36,9 @@ def run(settings: PlanSettings) -> int:
     head = f"{workload_line(settings)}\nlimit of this workload: {limit:,.0f} tokens/s"
     head += f"; expected lengths: {settings.expectation}"
     said: list[RenderableType] = [] if drafts is None else ["", Text(drafts.reason, "bold")]
-    tables.show(table_console(), [head, *tables.plan_view(found), *said, "", accuracy_line(settings)])
+    tried = (found.baseline, *found.options)
+    error = spread(tried, {o.name: asdict(o) for o in tried}, len(settings.seeds), settings.cohorts)
+    tables.show(table_console(), [head, *tables.plan_view(found), *said, "", error, accuracy_line(settings)])
     if found.needed:
         choice, separate = found.choice, settings.separate_learner
         for line in lines_to_paste(choice.schedule, choice.slots, settings.controllers, separate=separate):

@@ -39,13 +39,8 @@ def run(settings: SimulateSettings) -> int:
     source = f" ({workload.step_time.source})" if workload.step_time.source else ""
     head = f"{workload_line(settings)}\nlimit of this workload: {limit} tokens/s{source}"
     columns = tables.ANSWER if settings.filtered is None else tables.ANSWER | tables.FILTERED
-    shown: list[RenderableType] = [
-        head,
-        "",
-        tables.table_of("", modes, columns),
-        "",
-        Text(conclusion(rows, modes), "bold"),
-    ]
+    shown: list[RenderableType] = [head, "", tables.table_of("", modes, columns)]
+    shown += ["", Text(conclusion(rows, modes), "bold")]
     if tables.several(modes):
         shown.append(spread(rows, modes, len(settings.seeds), settings.cohorts, settings.updates))
     if settings.details:
@@ -129,7 +124,7 @@ def _best(options: Sequence[Option]) -> Option | None:
 
 
 def spread(
-    rows: Sequence[Case],
+    rows: Sequence[Case | Option],
     modes: Mapping[str, Mapping[str, Any]],
     seeds: int,
     cohorts: int,

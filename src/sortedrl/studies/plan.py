@@ -87,6 +87,7 @@ class Option:
     rollouts_per_update_mean: float
     of_limit: float
     slots: int = 0  # of all engines
+    goodput_error: float | None = None  # relative standard error
 
     @property
     def is_baseline(self) -> bool:
