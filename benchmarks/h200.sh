@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vLLM in process on one GPU with 140 GB, no network: the measurements of benchmarks/LOG.md, section 9, and some that are
 # still missing there. All were made with 2,048 prefill tokens per step (PREFILL=2048; the default is vLLM's). Not measured
-# yet: on-policy in part four, the complete baselines, the baseline of part wide, and a third of part server.
+# yet: on-policy in part four, the complete baselines, the baseline of part wide, and the last tests of part server.
 #
 #   benchmarks/h200.sh PART [OUT]
 #

@@ -53,33 +53,19 @@ class Row(NamedTuple):
     mode: str
     found: dict[str, Any]
     goodput_off: float  # relative error of the prediction
+    kept_off: float
     bubble_off: float  # in percentage points
 
 
-def rows() -> Iterator[Row]:
-    for path in sorted(MEASURED.glob("*.json")):
+def rows(folder: Path = MEASURED, step_time: str = "") -> Iterator[Row]:
+    for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         for mode, found in written.get("modes", {}).items():
-            settings = settings_of(path, written)
-            case = bench.case_of(mode, bench_workload(settings), bench_schedule(settings))
+            settings = settings_of(path, written, step_time)
+            case = bench.case_of(mode_of(written, mode), bench_workload(settings), bench_schedule(settings))
             said = bench.predicted(case, found["updates"])
-            off = said["goodput"] / found["goodput"] - 1
-            yield Row(path.stem, mode, found, off, 100 * (said["bubble"] - found["bubble"]))
-
-
-def print_servers() -> None:
-    for folder, step_times in SERVERS.items():
-        names = "".join(f"{Path(name).stem:>16}" for name in step_times)
-        print(f"\n{folder:46}{'kept tok/s':>12}{'bubble':>8}{names}  (prediction error)")
-        for path in sorted((ALL / folder).glob("*.json")):
-            written = json.loads(path.read_text(encoding="utf-8"))
-            for mode, found in written.get("modes", {}).items():
-                errors = ""
-                for step_time in step_times:
-                    settings = settings_of(path, written, step_time)
-                    case = bench.case_of(mode_of(written, mode), bench_workload(settings), bench_schedule(settings))
-                    errors += f"{bench.predicted(case, found['updates'])['kept'] / found['kept'] - 1:+16.1%}"
-                print(f"{path.stem:46}{found['kept']:12,.0f}{found['bubble']:8.1%}{errors}")
+            off, kept_off = (said[key] / found[key] - 1 for key in ("goodput", "kept"))
+            yield Row(path.stem, mode, found, off, kept_off, 100 * (said["bubble"] - found["bubble"]))
 
 
 def mode_of(written: dict[str, Any], name: str) -> str:
@@ -87,9 +73,18 @@ def mode_of(written: dict[str, Any], name: str) -> str:
     return str(written["settings"]["modes"][0]) if len(written["modes"]) == 1 else name
 
 
+def print_servers() -> None:
+    for folder, step_times in SERVERS.items():
+        names = "".join(f"{Path(name).stem:>16}" for name in step_times)
+        print(f"\n{folder:46}{'kept tok/s':>12}{'bubble':>8}{names}  (prediction error)")
+        for same in zip(*(rows(ALL / folder, step_time) for step_time in step_times), strict=True):
+            found, errors = same[0].found, "".join(f"{row.kept_off:+16.1%}" for row in same)
+            print(f"{same[0].run:46}{found['kept']:12,.0f}{found['bubble']:8.1%}{errors}")
+
+
 def main() -> None:
     print(f"{'run':22}{'mode':38}{'tok/s':>8}{'limit':>7}{'bubble':>8}{'stale':>7}{'predicted tok/s, bubble':>26}")
-    for run, mode, found, goodput_off, bubble_off in rows():
+    for run, mode, found, goodput_off, _, bubble_off in rows():
         share = f"{found['of_limit']:7.2f}" if found.get("of_limit") else " " * 7
         print(
             f"{run:22}{mode:38}{found['goodput']:8,.0f}{share}{found['bubble']:8.1%}"

@@ -59,8 +59,8 @@ def loop_seconds() -> float:
 
 
 def within_seconds(*words: str) -> subprocess.CompletedProcess[str]:
-    """A command in a new interpreter: its CPU time counts from the first import. The speed of a machine may vary by
-    more than a factor of two, so it is compared with a loop; `plan` takes 20 to 30 times as long."""
+    """A command in a new interpreter: its CPU time counts from the first import. Machines vary by more than a factor of
+    two, so it is compared with a loop: `plan` takes 26 to 31 times as long, 6 seconds where the bound is 11."""
     loop = loop_seconds()
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "COLUMNS": "100"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -69,7 +69,7 @@ def within_seconds(*words: str) -> subprocess.CompletedProcess[str]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     loop = (loop + loop_seconds()) / 2
-    assert seconds < 60 * loop, f"{seconds:.1f} CPU-seconds, where a loop takes {loop:.2f}"
+    assert seconds < 50 * loop, f"{seconds:.1f} CPU-seconds, where a loop takes {loop:.2f}"
     return done
 
 

@@ -62,6 +62,7 @@ class ProfileSettings(Settings, EngineSettings):
 
     @property
     def observed(self) -> int:
+        """New tokens of the return that is timed; 0: none is."""
         if self.observation_tokens is None and self.engine == "sglang" and len(self.engine_urls) == 1:
             return min(64, self.max_context_tokens // _CONTEXTS_OF_A_RETURN)
         return self.observation_tokens or 0
