@@ -34,7 +34,7 @@ def test_examples_run(example: Path, tmp_path: Path) -> None:
         text=True,
         timeout=300,
         cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_TELEMETRY": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert "update" in done.stdout

@@ -113,11 +113,7 @@ def test_weights_and_biases_without_a_login_is_refused_in_one_line(tmp_path: Pat
         "except ConfigurationError as error: print(error.key, error.fix)\n"
     )
     plain = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment = plain | {
-        "PYTHONPATH": str(ROOT / "src"),
-        "HOME": str(tmp_path),
-        "NETRC": str(tmp_path / "no"),
-    }
+    environment = plain | {"PYTHONPATH": str(ROOT / "src"), "HOME": str(tmp_path), "NETRC": str(tmp_path / "no")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

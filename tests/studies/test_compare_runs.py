@@ -304,11 +304,7 @@ def test_a_finished_run_with_damaged_metrics_has_failed(
     (broken / "metrics.jsonl").write_text('{"update": 1, "sec')
     found = run_study(parsed_study(STUDY.format(model="m", settings=SETTINGS), "toy"), out, 1, printed.append)
     assert scripted.started == ["baseline seed 0", "baseline seed 1", "elevator seed 1"]
-    assert [(one["arm"], one["seed"]) for one in found.failures] == [
-        ("elevator", 0),
-        ("baseline", 1),
-        ("elevator", 1),
-    ]
+    assert [(one["arm"], one["seed"]) for one in found.failures] == [("elevator", 0), ("baseline", 1), ("elevator", 1)]
     assert found.failures[0]["error"].endswith("Remove the folder to run it again")
     assert "[2/4] baseline seed 0: held-out score 0.200 -> 0.600 in 0:03; 0 running, 0:0" in "\n".join(printed)
     assert "[4/4] elevator seed 1: FAILED: no space left (exit code 2); 0 running" in printed
