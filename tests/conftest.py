@@ -20,8 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Before PyTorch is imported. The models are tiny, and two workers with two spinning threads each slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# TRL's thread that reports its use looks a name up, which reads the environment in C. Accelerate changes it meanwhile:
-# before glibc 2.41 a process that did both has crashed.
+# TRL's telemetry thread resolves a host name, which reads the environment in C while accelerate changes it: that can
+# crash the process before glibc 2.41.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 with contextlib.suppress(ImportError):  # some environments for peers' packages do without it

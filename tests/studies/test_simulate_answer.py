@@ -19,8 +19,8 @@ from rich.console import Console
 import forked
 from forked import Done
 from sortedrl.cli.plan import lines_to_paste
-from sortedrl.cli.simulate import conclusion, spread
-from sortedrl.cli.workload import print_notices
+from sortedrl.cli.simulate import conclusion
+from sortedrl.cli.workload import print_notices, spread
 from sortedrl.core.schedule import Schedule
 from sortedrl.studies import workload
 from sortedrl.studies.plan import Allowed, Option, candidates, choose, fewer_slots

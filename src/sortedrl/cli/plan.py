@@ -7,8 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from sortedrl.cli.output import ProgressBar, print_json, table_console
-from sortedrl.cli.simulate import spread
-from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, workload_line
+from sortedrl.cli.workload import accuracy_line, print_dry_run, print_notices, spread, workload_line
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.strategies.registry import strategy_named
 from sortedrl.studies import plan, tables

@@ -1,6 +1,5 @@
 """`sortedrl simulate`: what each schedule would gain on your response lengths."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,10 +7,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from sortedrl.cli.output import ProgressBar, print_json, table_console
-from sortedrl.cli.workload import print_dry_run, print_notices, workload_line
+from sortedrl.cli.workload import print_dry_run, print_notices, spread, workload_line
 from sortedrl.core.strategies.base import updates_left
 from sortedrl.core.strategies.registry import strategy_named
-from sortedrl.core.wording import counted
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.studies import simulate, tables
 from sortedrl.studies.plan import BASELINES, Allowed, Option, choose, is_allowed, larger_updates, option
@@ -22,7 +20,6 @@ SETTINGS = SimulateSettings
 WARM = " (warm)"
 MUCH = 1.5  # if the choice has this many times the staleness of a slower mode, that mode is named, too
 MILLION_TOKENS = 100  # trained on, for the hours in the sentence
-PRECISE_COHORTS, PRECISE_SEEDS = 20, 3
 
 
 def run(settings: SimulateSettings) -> int:
@@ -121,34 +118,6 @@ def _nothing_gained(
 def _best(options: Sequence[Option]) -> Option | None:
     """The fastest of those without length bias."""
     return max((o for o in options if is_allowed(o, Allowed())), key=lambda o: o.run_of_limit, default=None)
-
-
-def spread(
-    rows: Sequence[Case | Option],
-    modes: Mapping[str, Mapping[str, Any]],
-    seeds: int,
-    cohorts: int,
-    max_updates: int | None = None,
-) -> str:
-    """The uncertainty of the gains, and how to reduce it. All modes generate responses to the same prompts, so the
-    largest error stands for those of modes where one run is too little for an estimate. Not with updates of one
-    rollout: the baseline then generates one at a time, at a rate that depends on no length."""
-    ended_early = max_updates is not None and any(modes[row.name]["updates"] >= max_updates for row in rows)
-    base, *errors = [modes[row.name]["goodput_error"] for row in rows]
-    many = counted(cohorts, "cohort") if max_updates is None or not ended_early else counted(max_updates, "update")
-    run = f"{counted(seeds, 'seed')} of {many}"
-    if base is None:
-        text = f"Standard error unknown with {run}."
-    elif None in errors and rows[0].schedule.rollouts_needed == 1:
-        text = f"Standard error unknown with {run}: for updates of one rollout it takes {PRECISE_SEEDS} seeds."
-    else:
-        widest = math.hypot(base, max(error for error in (base, *errors) if error is not None))
-        shown = f"{widest:.0%}" if widest >= 0.01 else f"{max(widest, 0.001):.1%}"
-        text = f"Gains are ± {shown} (standard error, {run})."
-    if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS and not ended_early:
-        return text
-    without, seeds_named = "leave out --updates, " if ended_early else "", " ".join(map(str, range(PRECISE_SEEDS)))
-    return f"{text} For more precision: {without}--cohorts {PRECISE_COHORTS} --seeds {seeds_named}"
 
 
 def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:

@@ -2,8 +2,9 @@
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import NormalDist, fmean
+from typing import Any
 
 from sortedrl.cli.output import print_schedule
 from sortedrl.core.schedule import Schedule
@@ -12,6 +13,8 @@ from sortedrl.engines.episodes import DrawnEpisodes, ReplayedEpisodes
 from sortedrl.engines.step_time import PRESETS, pays_up_to
 from sortedrl.settings.schedule import prompts_per_cohort
 from sortedrl.settings.slots import too_many_slots
+from sortedrl.studies.plan import Option
+from sortedrl.studies.simulate import Case
 from sortedrl.studies.workload_settings import (
     SimulatedSettings,
     WorkloadSettings,
@@ -20,6 +23,7 @@ from sortedrl.studies.workload_settings import (
     step_times_of,
 )
 
+PRECISE_COHORTS, PRECISE_SEEDS = 20, 3
 MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
 MANY_CUT = 0.2  # fraction of the drawn lengths
 MANY_LATE = 0.05  # fraction of the drawn answers of environments
@@ -122,6 +126,34 @@ def accuracy_line(settings: SimulatedSettings) -> str:
         f"On an H200, calibrated by sortedrl profile, the simulator was {error} (docs/results.md)."
         f"{preset * (settings.step_time in PRESETS)}"
     )
+
+
+def spread(
+    rows: Sequence[Case | Option],
+    modes: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    cohorts: int,
+    max_updates: int | None = None,
+) -> str:
+    """The uncertainty of the gains, and how to reduce it. All modes generate responses to the same prompts, so the
+    largest error stands for those of modes where one run is too little for an estimate. Not with updates of one
+    rollout: the baseline then generates one at a time, at a rate that depends on no length."""
+    ended_early = max_updates is not None and any(modes[row.name]["updates"] >= max_updates for row in rows)
+    base, *errors = [modes[row.name]["goodput_error"] for row in rows]
+    many = counted(cohorts, "cohort") if max_updates is None or not ended_early else counted(max_updates, "update")
+    run = f"{counted(seeds, 'seed')} of {many}"
+    if base is None:
+        text = f"Standard error unknown with {run}."
+    elif None in errors and rows[0].schedule.rollouts_needed == 1:
+        text = f"Standard error unknown with {run}: for updates of one rollout it takes {PRECISE_SEEDS} seeds."
+    else:
+        widest = math.hypot(base, max(error for error in (base, *errors) if error is not None))
+        shown = f"{widest:.0%}" if widest >= 0.01 else f"{max(widest, 0.001):.1%}"
+        text = f"Gains are ± {shown} (standard error, {run})."
+    if cohorts >= PRECISE_COHORTS and seeds >= PRECISE_SEEDS and not ended_early:
+        return text
+    without, seeds_named = "leave out --updates, " if ended_early else "", " ".join(map(str, range(PRECISE_SEEDS)))
+    return f"{text} For more precision: {without}--cohorts {PRECISE_COHORTS} --seeds {seeds_named}"
 
 
 def _replayed_turns(replayed: ReplayedEpisodes) -> str:
