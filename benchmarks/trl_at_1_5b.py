@@ -2,6 +2,7 @@
 
     python benchmarks/trl_at_1_5b.py --out OUT [--budget 480] [--rounds 2]
     python benchmarks/trl_at_1_5b.py --shape tiny --out OUT            a trial without a GPU; needs vLLM for CPUs
+    python benchmarks/trl_at_1_5b.py --out OUT --contenders "sorted, elevator" "sorted, elevator, reuse"    these alone
     python benchmarks/trl_at_1_5b.py --summarize OUT/trl_at_1_5b.jsonl   the table again
 
 All contenders share one vLLM, the one that GRPOTrainer starts. They have the same prompts, the same GRPOConfig
@@ -421,6 +422,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("h200"))
     parser.add_argument("--shape", choices=("1.5b", "tiny"), default="1.5b")
+    names = [contender.name for contender in CONTENDERS]
+    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--budget", type=float, default=480.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=5)
@@ -438,7 +441,8 @@ def main() -> int:
         bench.start(Path(folder))
         for turn in range(options.rounds + 1):
             for contender in CONTENDERS:
-                bench.run(contender, turn)
+                if contender.name in options.contenders:
+                    bench.run(contender, turn)
             if turn:
                 print(table(options.out / "trl_at_1_5b.jsonl"), flush=True)
     return 0

@@ -34,7 +34,7 @@ def command(model: Path, *flags: str) -> list[str]:
     parts += ["--host", "127.0.0.1", "--port", "{port}", "--disable-cuda-graph", "--skip-server-warmup"]
     if ON_GPU:  # its kernels have no float32
         parts += ["--dtype", "bfloat16", "--attention-backend", "fa3", "--sampling-backend", "pytorch"]
-        parts += ["--mem-fraction-static", "0.1"]
+        parts += ["--mem-fraction-static", "0.95"]  # at most: others may need memory while it starts
     else:
         parts += ["--dtype", "float32", "--attention-backend", "torch_native", "--device", "cpu"]
     return [*parts, "--max-running-requests", str(SLOTS), "--max-total-tokens", "8192", *flags]

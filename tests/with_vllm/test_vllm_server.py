@@ -41,7 +41,8 @@ def command(model: Path, *flags: str) -> list[str]:
     parts += ["--host", "127.0.0.1", "--port", "{port}", "--dtype", DTYPE, "--enforce-eager"]
     parts += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(SLOTS)]
     parts += ["--tokens-only", "--logprobs-mode", "processed_logprobs", *flags]
-    return parts + (["--gpu-memory-utilization", "0.1"] if ON_GPU else [])
+    # A fixed size: vLLM would otherwise measure what others on the GPU leave.
+    return parts + (["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**30)] if ON_GPU else [])
 
 
 @pytest.fixture(scope="module")
