@@ -37,7 +37,7 @@ start() { # the server of an engine
       PYTHONPATH=${SGLANG_SITE:+$SGLANG_SITE:}$PYTHONPATH setsid python3 -m sglang.launch_server --host 127.0.0.1 \
         --model-path "$model" --load-format dummy --skip-tokenizer-init --port "${ports[$1]}" \
         --attention-backend "${BACKEND:-fa3}" --sampling-backend pytorch --max-running-requests "$slots" \
-        --incremental-streaming-output $kv ${SGLANG_FLAGS:-} >"$out/$1-server.log" 2>&1 &
+        --incremental-streaming-output --stream-interval 8 $kv ${SGLANG_FLAGS:-} >"$out/$1-server.log" 2>&1 &
       ;;
     vllm-server)
       local kv="--gpu-memory-utilization 0.7"

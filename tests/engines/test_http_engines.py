@@ -60,6 +60,14 @@ def engine_at(server: SglangStandIn, slots: int = 4, **options: Any) -> SglangEn
     return closed_after(SglangEngine(server.url, slots=slots, eos_token_ids=[7], **options))
 
 
+@pytest.mark.parametrize(("slots", "interval", "is_warned"), [(64, 1, True), (64, 8, False), (63, 1, False)])
+def test_a_message_per_token_of_many_responses_is_warned_of(
+    slots: int, interval: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine_at(stand_in(stream_interval=interval), slots)
+    assert caplog.text.count("--stream-interval 8") == is_warned
+
+
 class TestSglangStandIn(EngineContract):
     incremental = True
     long_limit = 120

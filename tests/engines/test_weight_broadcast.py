@@ -31,11 +31,7 @@ from weight_handles import fabricated
 
 def test_the_server_is_told_every_weight_in_order() -> None:
     weights = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
-    assert described(weights) == {
-        "names": ["a", "b"],
-        "dtype_names": ["bfloat16", "float32"],
-        "shapes": [[2, 3], [4]],
-    }
+    assert described(weights) == {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
 
 
 def test_both_sides_run_at_the_same_time() -> None:

@@ -185,11 +185,7 @@ def test_who_waits_for_a_prefill_is_not_in_a_slot() -> None:
 
 
 WORKLOAD = Workload(
-    lengths=LognormalLengths(mu=math.log(40), limit=200),
-    step_time=STEP_TIME,
-    slots=16,
-    prompts=128,
-    prompt_tokens=16,
+    lengths=LognormalLengths(mu=math.log(40), limit=200), step_time=STEP_TIME, slots=16, prompts=128, prompt_tokens=16
 )
 SCHEDULE = Schedule(mode="baseline", rollouts_per_update=16, prompts_per_cohort=64, max_response_tokens=200)
 

@@ -36,11 +36,7 @@ from sortedrl.observe.metrics import Metrics
 from sortedrl.observe.run_metrics import RunMetrics
 
 ONE_SECOND_STEPS = linear(1.0, 0.0)
-STEP_TIMES = (
-    ONE_SECOND_STEPS,
-    linear(0.25, 0.125),
-    linear(0.5, 0.125, per_cached_token=0.01, per_prefill_token=0.1),
-)
+STEP_TIMES = (ONE_SECOND_STEPS, linear(0.25, 0.125), linear(0.5, 0.125, per_cached_token=0.01, per_prefill_token=0.1))
 FILTER_ROUNDS = ["filter-rounds", "filter-rounds+refill"]  # without a filter the same as the baseline
 MODES = sorted(STRATEGIES.keys() - set(FILTER_ROUNDS))
 STREAMABLE = [mode for mode in MODES if not mode.startswith("cohort-at-once")]

@@ -36,12 +36,14 @@ class SglangStandIn(NastyServer):
         max_running_requests: int = 64,
         runs_at_once: int = 64,
         step_seconds: float = 0.0,
+        stream_interval: int = 8,
         api_key: str | None = None,
     ) -> None:
         self.model = model
         self.incremental = incremental
         self.max_running_requests = max_running_requests
         self.step_seconds = step_seconds
+        self.stream_interval = stream_interval  # only reported
         self.api_key = api_key
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -88,6 +90,7 @@ class SglangStandIn(NastyServer):
             "max_total_num_tokens": 4096,
         }
         info = {"max_req_input_len": 256, "startup_time": {"e2e": self.started}}
+        info["stream_interval"] = self.stream_interval
         return super().answers() | {"/server_info": info, "/v1/loads": {"loads": [load]}}
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

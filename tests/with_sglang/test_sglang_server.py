@@ -27,6 +27,7 @@ from tiny_llama import ON_GPU, tiny_model
 from weight_handles import GPU, fabricated
 
 WITHOUT_KERNELS = Path(__file__).parent / "without_kernels"
+STREAMING = ("--incremental-streaming-output", "--stream-interval", "8")
 
 
 def command(model: Path, *flags: str) -> list[str]:
@@ -34,7 +35,7 @@ def command(model: Path, *flags: str) -> list[str]:
     parts += ["--host", "127.0.0.1", "--port", "{port}", "--disable-cuda-graph", "--skip-server-warmup"]
     if ON_GPU:  # its kernels have no float32
         parts += ["--dtype", "bfloat16", "--attention-backend", "fa3", "--sampling-backend", "pytorch"]
-        parts += ["--mem-fraction-static", "0.95"]  # at most: others may need memory while it starts
+        parts += ["--mem-fraction-static", "0.95"]  # others may need memory while it starts
     else:
         parts += ["--dtype", "float32", "--attention-backend", "torch_native", "--device", "cpu"]
     return [*parts, "--max-running-requests", str(SLOTS), "--max-total-tokens", "8192", *flags]
@@ -56,7 +57,7 @@ def model(tmp_path_factory: Any) -> tuple[Path, Any]:
 @pytest.fixture(scope="module")
 def server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with serve(model[0], log, "--incremental-streaming-output") as made:
+    with serve(model[0], log, *STREAMING) as made:
         yield made
 
 
@@ -102,7 +103,7 @@ class TestEnds(ServerEnds):
 def test_a_profile_times_how_long_a_prefill_stops_the_others(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     sizes = ["--slots", "4", "--max-context-tokens", "400", "--steps", "2", "--repeats", "1"]
-    with serve(BUILT_IN_MODEL, tmp_path / "server.log", "--incremental-streaming-output") as server:
+    with serve(BUILT_IN_MODEL, tmp_path / "server.log", *STREAMING) as server:
         assert main(["profile", "--engine", "sglang", "--engine-urls", server.url, "--out", str(out), *sizes]) == 0
     found = read(out)
     assert found.prefill_step_tokens == 50 and not found.step_time().has_chunked_prefill

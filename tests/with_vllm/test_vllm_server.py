@@ -42,7 +42,7 @@ def command(model: Path, *flags: str) -> list[str]:
     parts += ["--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(SLOTS)]
     parts += ["--tokens-only", "--logprobs-mode", "processed_logprobs", *flags]
     # A fixed size: vLLM would otherwise measure what others on the GPU leave.
-    return parts + (["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**30)] if ON_GPU else [])
+    return parts + (["--gpu-memory-utilization", "0.03", "--kv-cache-memory-bytes", str(2**30)] if ON_GPU else [])
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,8 @@ def server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerPro
 @pytest.fixture(scope="module")
 def doomed(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerProcess]:
     """Has memory for a few requests only, and is killed in the last test that uses it."""
-    flags = [
-        "--num-gpu-blocks-override",
-        "80" if ON_GPU else "9",
-        "--no-enable-prefix-caching",
-        "--stream-interval",
-        "8",
-    ]
-    with serve(model[0], tmp_path_factory.mktemp("log") / "server.log", *flags) as made:
+    flags = ["--num-gpu-blocks-override", "80" if ON_GPU else "9", "--no-enable-prefix-caching"]
+    with serve(model[0], tmp_path_factory.mktemp("log") / "server.log", *flags, "--stream-interval", "8") as made:
         yield made
 
 

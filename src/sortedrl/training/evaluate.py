@@ -175,10 +175,7 @@ def evaluate_model(
     resources = read_resources(settings, log)
     set_threads(settings, resources.model)
     held_out = resources.held_out[: settings.eval_problems]
-    with (
-        Rewards(settings, resources) as rewards,
-        closing(engine_of(settings, resources, resources.model)) as engine,
-    ):
+    with Rewards(settings, resources) as rewards, closing(engine_of(settings, resources, resources.model)) as engine:
         source = rewards.source()
         if settings.engine in SERVERS:  # a server may hold other weights
             engine = checked_engine(engine, settings, held_out, partial(response_logprobs, resources.model))

@@ -1,7 +1,8 @@
 """A running SGLang server as an engine, over HTTP. docs/engines.md has the command that starts it, and its options.
 
 - Tokens in, tokens out (`/generate` with `input_ids`). Without `--incremental-streaming-output` every event repeats all
-  tokens so far; that works, but the cost grows with every token.
+  tokens so far; that works, but the cost grows with every token. One process of the server sends all events: with one
+  per token, the default, it cannot follow 128 responses of an 8B model.
 - **EOS**: SGLang also ends a response at its model's own EOS tokens. They must be among `eos_token_ids`, which show
   that a response is complete if it is aborted in the step of its last token.
 - SGLang reports log-probabilities after temperature but before top-p, so `top_p` must be 1.
@@ -15,6 +16,7 @@
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +29,10 @@ from sortedrl.engines.servers.messages import Delta, Identity, Malformed, Refuse
 from sortedrl.engines.servers.requests import Sent
 from sortedrl.engines.servers.weight_handles import WeightHandles
 
+_log = logging.getLogger(__name__)
+
 _EMPTY_SECONDS = 30.0
+_MANY_SLOTS = 64
 
 
 class _Logprob(msgspec.Struct, array_like=True, gc=False):
@@ -59,7 +64,10 @@ _decoder = msgspec.json.Decoder(_Event)
 class SglangEngine(HttpEngine):
     """See the module docstring; `url` is, for example, http://127.0.0.1:30000."""
 
-    start_command = "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots}"
+    start_command = (
+        "python -m sglang.launch_server --model-path MODEL --host 127.0.0.1 --max-running-requests {slots} "
+        "--incremental-streaming-output --stream-interval 8"
+    )
 
     def __init__(self, url: str, *, cuda_ipc: bool = False, **options: Any) -> None:
         self.takes_handles = cuda_ipc
@@ -80,6 +88,8 @@ class SglangEngine(HttpEngine):
             why = f"the server at {self.url} has {workers} workers, and the handles are valid on the learner's GPU only"
             fix = "Leave cuda_ipc out, or start the server with --tp-size 1."
             raise ConfigurationError("cuda_ipc", True, why, fix)
+        if info.get("stream_interval") == 1 and self.slots >= _MANY_SLOTS:
+            _log.warning("%s sends a message per token: --stream-interval 8 made an 8B model 10 %% faster", self.url)
         if info.get("max_req_input_len"):
             self.max_length = int(info["max_req_input_len"])
         self.kv_tokens = sum(load.get("max_total_num_tokens", 0) for load in loads) or None

@@ -35,7 +35,7 @@ from sortedrl.engines.speculative import refused_drafts_of_server
 
 _START = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --tokens-only --logprobs-mode processed_logprobs "
-    "--max-num-seqs {slots}"
+    "--max-num-seqs {slots} --stream-interval 8"
 )
 _UNPICKLES = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _WITH_HANDLES = f'{_UNPICKLES}=1 {_START} --weight-transfer-config \'{{{{"backend": "ipc"}}}}\''
