@@ -3,7 +3,7 @@
     python benchmarks/predictions.py
 
 Reads benchmarks/measured/h200-8b: the output of `sortedrl bench`, and the profile measured on the same day. Then
-h200-vllm-server and h200-sglang: the same lengths through three engines, with today's presets and SGLang's own profile.
+h200-vllm-server and h200-sglang: the same lengths through three engines, with today's preset and SGLang's own profile.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ from sortedrl.studies.workload import limit
 
 ALL = Path(__file__).parent / "measured"
 MEASURED = ALL / "h200-8b"
-SGLANG_PROFILE = str(ALL / "h200-sglang" / "profile.json")
-SERVERS = {"h200-vllm-server": ("h200-8b",), "h200-sglang": ("h200-8b", SGLANG_PROFILE, "h200-8b-sglang")}
+INTERVAL_8 = "h200-sglang/stream-interval-8"
+SERVERS = {
+    "h200-vllm-server": ("h200-8b",),
+    "h200-vllm-server/beside-sglang": ("h200-8b",),
+    "h200-sglang": ("h200-8b", str(ALL / "h200-sglang" / "profile.json")),
+    INTERVAL_8: ("h200-8b", str(ALL / INTERVAL_8 / "profile.json")),
+}
 FIRST_DAY = {
     "cold_baseline",
     "cold_lookahead",

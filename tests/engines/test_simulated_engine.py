@@ -328,7 +328,6 @@ def test_a_file_without_lengths_is_refused_with_its_line(ending: str, data: byte
         ("memory-bound", 128, 2.0),
         ("compute-bound", 64, 0.664),
         ("h200-8b", 96, (0.0056 + 0.0068) / 2),
-        ("h200-8b-sglang", 96, (0.0057 + 0.0067) / 2),
         ("a100-8b", 48, (0.0109 + 0.0112) / 2),
         ("h100-7b", 1024, 0.0120 + 2 * (0.0120 - 0.0092)),
     ],

@@ -97,15 +97,6 @@ PRESETS: dict[str, StepTime] = {
         prefill_tokens_per_step=2048,
         measured_to=128,
     ),
-    # SGLang stops decoding to prefill: for 11 ms, fitted to five runs (benchmarks/LOG.md, section 12).
-    "h200-8b-sglang": StepTime(
-        ((1, 0.0049), (16, 0.0051), (32, 0.0054), (64, 0.0057), (128, 0.0067)),
-        2.98e-8,
-        2.33e-5,
-        source="profile of SGLang 0.5.17, LLaMA-3.1-8B shape, one H200",
-        per_prefill_step=0.011,
-        measured_to=128,
-    ),
     "a100-8b": StepTime(
         ((1, 0.0097), (32, 0.0109), (64, 0.0112), (128, 0.0132), (256, 0.0195), (512, 0.0347)),
         8e-8,
