@@ -19,12 +19,13 @@ from sortedrl.studies.workload import limit
 
 ALL = Path(__file__).parent / "measured"
 MEASURED = ALL / "h200-8b"
-INTERVAL_8 = "h200-sglang/stream-interval-8"
 SERVERS = {
     "h200-vllm-server": ("h200-8b",),
     "h200-vllm-server/beside-sglang": ("h200-8b",),
-    "h200-sglang": ("h200-8b", str(ALL / "h200-sglang" / "profile.json")),
-    INTERVAL_8: ("h200-8b", str(ALL / INTERVAL_8 / "profile.json")),
+    **{
+        folder: ("h200-8b", str(ALL / folder / "profile.json"))
+        for folder in ("h200-sglang", "h200-sglang/third", "h200-sglang/stream-interval-8")
+    },
 }
 FIRST_DAY = {
     "cold_baseline",

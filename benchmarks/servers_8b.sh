@@ -6,7 +6,7 @@
 #
 # LLaMA-3.1-8B's shape with random weights, 128 slots, updates of 128, median 637 tokens, limit 4,096, seed 5. Several
 # servers start at once, stay, and take turns, so that a slower hour is the same for all. First a profile of each
-# (OUT/ENGINE-profile.json), then every mode with the prediction from it (OUT/ENGINE-MODE.json; the second run of the
+# (OUT/ENGINE-profile.json), then every mode with the prediction from it (OUT/ENGINE-MODE.json; the next run of the
 # same mode OUT/ENGINE-MODE-2.json), so a time limit costs the last modes alone. MODES="mode:updates ..." selects,
 # "ENGINE/mode:updates" for one engine; PROFILE=FILE skips the profiles, PROFILED="sglang" those of other engines, which
 # are then predicted by the preset h200-8b; BACKEND names SGLang's attention (default: fa3).
@@ -46,13 +46,14 @@ start() { # the server of an engine
         --model "$model" --load-format dummy --port "${ports[$1]}" --tokens-only --logprobs-mode processed_logprobs \
         --max-num-seqs "$slots" --stream-interval 8 --max-model-len 4400 $kv ${VLLM_FLAGS:-} >"$out/$1-server.log" 2>&1 &
       ;;
+    *) echo "no such engine: $1" >&2 && exit 2 ;;
   esac
   pids[$1]=$!
 }
 
 flags_of() {
   case $1 in
-    vllm) echo "--engine vllm --engine-options load_format dummy gpu_memory_utilization 0.7 ${KV_GIB:+kv_cache_memory_bytes $((KV_GIB << 30))} ${ENGINE_OPTIONS:-}" ;;
+    vllm) echo "--engine vllm --engine-options load_format dummy gpu_memory_utilization $([ -n "${KV_GIB:-}" ] && echo 0.3 || echo 0.7) ${KV_GIB:+kv_cache_memory_bytes $((KV_GIB << 30))} ${ENGINE_OPTIONS:-}" ;;
     *) echo "--engine $1 --engine-urls http://127.0.0.1:${ports[$1]} ${ENGINE_OPTIONS:+--engine-options $ENGINE_OPTIONS}" ;;
   esac
 }
@@ -90,9 +91,10 @@ for entry in ${MODES:-$default}; do
     mode=${mode#*/}
     [ $SECONDS -lt "${BUDGET:-540}" ] || { echo "no time left for $mode on $engine"; continue; }
     file=$out/$engine-${mode//[+@]/-}
-    [ ! -e "$file.json" ] || file+=-2
+    name=$file round=1
+    while [ -e "$file.json" ]; do file=$name-$((++round)); done
     profile=$out/$engine-profile.json
-    [ -e "$profile" ] || profile=h200-8b
+    [[ " ${PROFILED-${engines[*]}} " == *" $engine "* ]] || profile=h200-8b
     python3 -m sortedrl bench --model "$model" $(flags_of "$engine") --step-time "${PROFILE:-$profile}" \
       --slots "$slots" --rollouts-per-update "$slots" --prompts-per-cohort $((4 * slots)) --cohorts 4 \
       --updates "$updates" --median-length "${MEDIAN:-636.85}" --max-response-tokens "${LIMIT:-4096}" \
