@@ -89,7 +89,9 @@ class SglangEngine(HttpEngine):
             fix = "Leave cuda_ipc out, or start the server with --tp-size 1."
             raise ConfigurationError("cuda_ipc", True, why, fix)
         if info.get("stream_interval") == 1 and self.slots >= _MANY_SLOTS:
-            _log.warning("%s sends a message per token: --stream-interval 8 made an 8B model up to 10 %% faster", self.url)
+            _log.warning(
+                "%s sends a message per token, which can cost 10 %%: start it with --stream-interval 8", self.url
+            )
         if info.get("max_req_input_len"):
             self.max_length = int(info["max_req_input_len"])
         self.kv_tokens = sum(load.get("max_total_num_tokens", 0) for load in loads) or None
