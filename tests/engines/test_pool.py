@@ -19,7 +19,15 @@ from random_runs import peaceful
 from scenarios import Run, Scenario
 from small_models import engine_of, model_of
 from sortedrl.core import Controller, EngineDied, EventLog, Prompt, Prompts, Request, ScoreAtOnce
-from sortedrl.core.engine import Engine, EngineBase, RequestFailed, RequestFinished, RequestPreempted, RequestStarted
+from sortedrl.core.engine import (
+    Engine,
+    EngineBase,
+    EngineInfo,
+    RequestFailed,
+    RequestFinished,
+    RequestPreempted,
+    RequestStarted,
+)
 from sortedrl.engines.pool import Pool
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
@@ -305,6 +313,20 @@ def test_a_request_that_fails_on_every_member_fails_and_no_member_is_to_blame() 
     assert sorted(ledger.failed) == list(range(0, 60, 3)) and len(ledger.finished) == 40
     assert sum(request.id == 0 for member in members for request in member.submitted) == 3
     assert ledger.engine.lost == {}  # type: ignore[attr-defined]
+
+
+class Sized(PacedEngine, EngineBase):
+    def __init__(self, kv_tokens: int | None) -> None:
+        super().__init__(slots=1)
+        self.kv_tokens = kv_tokens
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(kv_tokens=self.kv_tokens)
+
+
+@pytest.mark.parametrize(("sizes", "of_all"), [((300, 200), 500), ((300, None), None)])
+def test_its_memory_is_that_of_all_members_if_all_report_theirs(sizes: tuple[int | None, ...], of_all: int) -> None:
+    assert pool_of([Sized(size) for size in sizes]).info().kv_tokens == of_all
 
 
 # Weights

@@ -35,11 +35,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "reinforce++, group": {"advantage_baseline": "group", "off_policy_correction": "cispo", "ratio_level": "sequence"},
     "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "critic_learning_rate": 1e-2},
     "ppo, token_mean, KL": {"algorithm": "ppo", "aggregation": "token_mean", "kl_coefficient": 0.1},
-    "masked": {
-        "algorithm": "grpo",
-        "aggregation": "token_mean",
-        "truncated_rollouts": "masked",
-    },
+    "masked": {"algorithm": "grpo", "aggregation": "token_mean", "truncated_rollouts": "masked"},
     "reinforce++, ESS": {"scale_learning_rate_by_ess": True, "gradient_cosine": True},
     "lora, KL": {"algorithm": "grpo", "lora_rank": 2, "kl_coefficient": 0.1},
 }
@@ -206,12 +202,7 @@ def _same_as_without(learner: Learner, batch: list[Rollout], version: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("parts", "version", "streamed"),
-    [
-        ([(None, 3)], 0, 0.0),
-        ([(0, 0)], 1, 0.0),
-        ([(0, 0), (1, 1)], 1, 0.25),
-    ],
+    ("parts", "version", "streamed"), [([(None, 3)], 0, 0.0), ([(0, 0)], 1, 0.0), ([(0, 0), (1, 1)], 1, 0.25)]
 )
 def test_a_gradient_that_is_not_of_the_batch_is_dropped(parts: Any, version: int, streamed: float) -> None:
     """Parts: a group of the batch, or rollouts of another one whose harvest was interrupted; and their version."""

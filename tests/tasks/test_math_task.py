@@ -26,19 +26,11 @@ ROWS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # one file for each shape o
     "plain": [
         {"problem": "The point?", "solution": "long", "answer": r"\left( 2, \frac{\pi}{3} \right)"},
         {"problem": "The direction?", "solution": "long", "answer": r"\text{west}"},
-        {
-            "problem": "The matrix?",
-            "solution": "long",
-            "answer": r"\begin{pmatrix} -1 & 0 \\ 2 & 1/3 \end{pmatrix}",
-        },
+        {"problem": "The matrix?", "solution": "long", "answer": r"\begin{pmatrix} -1 & 0 \\ 2 & 1/3 \end{pmatrix}"},
     ],
     "solved": [
         {"problem": "How heavy?", "solution": r"so it is \boxed{6.02e23} atoms", "type": "physics"},
-        {
-            "problem": "Which law?",
-            "solution": r"so \[ \boxed{\frac{k}{r^{2}}+C_{1} e^{-t}} \]",
-            "type": "physics",
-        },
+        {"problem": "Which law?", "solution": r"so \[ \boxed{\frac{k}{r^{2}}+C_{1} e^{-t}} \]", "type": "physics"},
     ],
     "listed": [
         {"question": "All pairs?", "final_answer": ["$(1,8),(3,4)$"], "unit": None},

@@ -37,6 +37,7 @@ from sortedrl.core.engine import (
     Engine,
     EngineBase,
     EngineDied,
+    EngineInfo,
     Request,
     RequestFailed,
     RequestFinished,
@@ -89,6 +90,10 @@ class Pool(EngineBase):
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def info(self) -> EngineInfo:
+        sizes = [member.engine.info().kv_tokens or 0 for member in self._members]
+        return EngineInfo(kv_tokens=sum(sizes) if all(sizes) else None)
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:

@@ -35,12 +35,7 @@ class Decoder(Protocol):
 
 
 def reward_function(
-    task: Task,
-    tokenizer: Decoder,
-    *,
-    processes: int = 0,
-    limit_seconds: float = 30.0,
-    pool: WorkerPool | None = None,
+    task: Task, tokenizer: Decoder, *, processes: int = 0, limit_seconds: float = 30.0, pool: WorkerPool | None = None
 ) -> Callable[[Rollout], Reward]:
     """Score a rollout by its text, without special tokens.
 

@@ -177,10 +177,7 @@ class ScheduledRun:
             _refuse_changes(saved["schedule"], asdict(schedule))
             _refuse_other_rows(saved.get("rows"), prompts)
         self._recorder = Recorder(
-            self.controller,
-            log_path,
-            saved=None if saved is None else controller_state(saved),
-            folds=self._log.sinks,
+            self.controller, log_path, saved=None if saved is None else controller_state(saved), folds=self._log.sinks
         )
         self._batches: Iterator[Batch] = iter(self.controller)
 
