@@ -35,7 +35,7 @@ def command(model: Path, *flags: str) -> list[str]:
     parts += ["--host", "127.0.0.1", "--port", "{port}", "--disable-cuda-graph", "--skip-server-warmup"]
     if ON_GPU:  # its kernels have no float32
         parts += ["--dtype", "bfloat16", "--attention-backend", "fa3", "--sampling-backend", "pytorch"]
-        parts += ["--mem-fraction-static", "0.95"]  # others may need memory while it starts
+        parts += ["--mem-fraction-static", "0.95"]  # at most: --max-total-tokens is far less
     else:
         parts += ["--dtype", "float32", "--attention-backend", "torch_native", "--device", "cpu"]
     return [*parts, "--max-running-requests", str(SLOTS), "--max-total-tokens", "8192", *flags]
