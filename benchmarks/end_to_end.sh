@@ -49,7 +49,8 @@ if [ "${ENGINE:-vllm}" = sglang ]; then
   PYTHONPATH=${SGLANG_SITE:+$SGLANG_SITE:}$PYTHONPATH setsid "${PYTHON:-python3}" -m sglang.launch_server --host 127.0.0.1 \
     --port 30000 --model-path benchmarks/shapes/$folder --load-format dummy --skip-tokenizer-init --sampling-backend pytorch \
     --max-running-requests $slots --incremental-streaming-output --stream-interval 8 --mem-fraction-static 0.4 \
-    --max-total-tokens $kv_tokens --chunked-prefill-size 4096 --cuda-graph-backend-prefill disabled --skip-server-warmup ${FLAGS:-} >"$out/server.log" 2>&1 &
+    --max-total-tokens $kv_tokens --chunked-prefill-size 4096 --cuda-graph-backend-prefill disabled --skip-server-warmup \
+    ${FLAGS:-} >"$out/server.log" 2>&1 &
   server=$! main=
   # With all of its processes, and waiting for their end: what comes next needs the memory.
   trap 'set +e; kill -KILL -- -$server $main 2>/dev/null; wait $server 2>/dev/null

@@ -28,6 +28,8 @@ declare -A pids
 default="baseline:4 partial+elevator@oracle:6 partial+elevator@cold:6"
 [ "${engines[*]}" = sglang ] && default="baseline:4 partial+elevator@oracle:6 partial:5 partial+elevator@cold:6 april:6 on-policy:4 cohort-at-once+longest-first@oracle:4"
 [ ${#engines[@]} -gt 1 ] && KV_GIB=${KV_GIB:-36}
+utilization=0.7 # of vLLM: with a KV cache of fixed size only what must be free
+[ -n "${KV_GIB:-}" ] && utilization=0.3
 
 start() { # the server of an engine
   case $1 in
@@ -40,11 +42,10 @@ start() { # the server of an engine
         --incremental-streaming-output --stream-interval 8 $kv ${SGLANG_FLAGS:-} >"$out/$1-server.log" 2>&1 &
       ;;
     vllm-server)
-      local kv="--gpu-memory-utilization 0.7"
-      [ -n "${KV_GIB:-}" ] && kv="--gpu-memory-utilization 0.3 --kv-cache-memory-bytes $((KV_GIB << 30))"
       PYTHONPATH=${VLLM_SITE:+$VLLM_SITE:}$PYTHONPATH setsid python3 -m vllm.entrypoints.openai.api_server --host 127.0.0.1 \
         --model "$model" --load-format dummy --port "${ports[$1]}" --tokens-only --logprobs-mode processed_logprobs \
-        --max-num-seqs "$slots" --stream-interval 8 --max-model-len 4400 $kv ${VLLM_FLAGS:-} >"$out/$1-server.log" 2>&1 &
+        --max-num-seqs "$slots" --stream-interval 8 --max-model-len 4400 --gpu-memory-utilization $utilization \
+        ${KV_GIB:+--kv-cache-memory-bytes $((KV_GIB << 30))} ${VLLM_FLAGS:-} >"$out/$1-server.log" 2>&1 &
       ;;
     *) echo "no such engine: $1" >&2 && exit 2 ;;
   esac
@@ -53,7 +54,10 @@ start() { # the server of an engine
 
 flags_of() {
   case $1 in
-    vllm) echo "--engine vllm --engine-options load_format dummy gpu_memory_utilization $([ -n "${KV_GIB:-}" ] && echo 0.3 || echo 0.7) ${KV_GIB:+kv_cache_memory_bytes $((KV_GIB << 30))} ${ENGINE_OPTIONS:-}" ;;
+    vllm)
+      echo "--engine vllm --engine-options load_format dummy gpu_memory_utilization $utilization" \
+        "${KV_GIB:+kv_cache_memory_bytes $((KV_GIB << 30))} ${ENGINE_OPTIONS:-}"
+      ;;
     *) echo "--engine $1 --engine-urls http://127.0.0.1:${ports[$1]} ${ENGINE_OPTIONS:+--engine-options $ENGINE_OPTIONS}" ;;
   esac
 }

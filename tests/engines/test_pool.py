@@ -321,12 +321,15 @@ class Sized(PacedEngine, EngineBase):
         self.kv_tokens = kv_tokens
 
     def info(self) -> EngineInfo:
+        self._check_alive()
         return EngineInfo(kv_tokens=self.kv_tokens)
 
 
 @pytest.mark.parametrize(("sizes", "of_all"), [((300, 200), 500), ((300, None), None)])
-def test_its_memory_is_that_of_all_members_if_all_report_theirs(sizes: tuple[int | None, ...], of_all: int) -> None:
-    assert pool_of([Sized(size) for size in sizes]).info().kv_tokens == of_all
+def test_its_memory_is_that_of_all_members_also_of_lost_ones(sizes: tuple[int | None, ...], of_all: int) -> None:
+    pool = pool_of(members := [Sized(size) for size in sizes])
+    members[0].die()
+    assert pool.info().kv_tokens == of_all
 
 
 # Weights

@@ -8,17 +8,7 @@ from hypothesis import given, settings
 from random_runs import troubled
 from scenarios import MODES, EnvironmentCall, Run, Scenario, scenario
 from sortedrl import Schedule
-from sortedrl.core.events import (
-    Event,
-    Finished,
-    Phase,
-    Published,
-    RunBegan,
-    Scored,
-    Started,
-    Submitted,
-    Updated,
-)
+from sortedrl.core.events import Event, Finished, Phase, Published, RunBegan, Scored, Started, Submitted, Updated
 from sortedrl.engines.lengths import LognormalLengths
 from sortedrl.engines.step_time import PRESETS
 from sortedrl.observe.metrics import Metrics

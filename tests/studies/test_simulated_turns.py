@@ -26,13 +26,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TURNS = DrawnEpisodes(
     lengths=LognormalLengths(mu=math.log(60), limit=400), turns=3, observation_tokens=16, seconds_mean=2.0
 )
-WORKLOAD = Workload(
-    episodes=TURNS,
-    step_time=PRESETS["h200-8b"],
-    slots=16,
-    prompts=48,
-    expectation="warm",
-)
+WORKLOAD = Workload(episodes=TURNS, step_time=PRESETS["h200-8b"], slots=16, prompts=48, expectation="warm")
 SCHEDULE = Schedule(rollouts_per_update=16, rollouts_per_prompt=4, prompts_per_cohort=16, max_response_tokens=1000)
 
 

@@ -20,6 +20,7 @@ from sortedrl.cli import main
 from sortedrl.core import Request
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt
+from sortedrl.engines.servers import sglang
 from sortedrl.engines.servers.sglang import SglangEngine
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.studies.profile_file import read
@@ -94,6 +95,18 @@ class TestServer(ServerTests):
         assert self.engine_at(server).info().kv_tokens == 8192
         with pytest.raises(ConfigurationError, match=r"--max-running-requests 8, but this engine has 9 slots"):
             self.engine_at(server, slots=9)
+
+    def test_a_message_per_token_is_warned_of(
+        self,
+        server: ServerProcess,
+        doomed: ServerProcess,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(sglang, "_MANY_SLOTS", 1)
+        for at in (server, doomed):
+            self.engine_at(at).close()
+        assert [record.args for record in caplog.records if "message per token" in record.message] == [(doomed.url,)]
 
 
 class TestEnds(ServerEnds):

@@ -70,6 +70,8 @@ class Pool(EngineBase):
         self.slots = sum(engine.slots for engine in engines)
         self.copies_weights = any(with_defaults(engine).copies_weights for engine in engines)
         self.has_own_device = all(with_defaults(engine).has_own_device for engine in engines)
+        sizes = [with_defaults(engine).info().kv_tokens or 0 for engine in engines]
+        self._info = EngineInfo(kv_tokens=sum(sizes) if all(sizes) else None)  # like the slots, also of lost members
         self._lock = threading.Lock()  # guards everything below
         self._news = threading.Condition(self._lock)
         self._entries: dict[int, Entry] = {}  # all requests in the pool
@@ -92,8 +94,7 @@ class Pool(EngineBase):
         return time.perf_counter()
 
     def info(self) -> EngineInfo:
-        sizes = [member.engine.info().kv_tokens or 0 for member in self._members]
-        return EngineInfo(kv_tokens=sum(sizes) if all(sizes) else None)
+        return self._info
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._lock:
