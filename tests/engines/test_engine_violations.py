@@ -290,7 +290,7 @@ def evaluate_with(engine: Engine) -> None:
 
 USES: dict[str, Callable[[Engine], None]] = {
     "training": train_with,
-    "a wrapped engine": lambda engine: train_with(ForcedLengths(engine, lambda request: 4)),
+    "a wrapped engine": lambda engine: train_with(ForcedLengths(engine, lambda request: 2 + request.id % 6)),
     "an evaluation": evaluate_with,
 }
 

@@ -69,8 +69,6 @@ class TestPoolOfEmbeddedEngines(PoolContract):
 
 
 class TestPoolOfPacedEngines(PoolContract):
-    honors_ignore_eos = False
-
     def make_engine(self, slots: int) -> Engine:
         return pool_of(paced(1, 2, slots - 3, length_of=lambda request: 20 + request.seed % 13))
 

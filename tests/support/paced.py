@@ -108,7 +108,7 @@ class PacedEngine:
             position = request.prefix_length + made
             self._unreported.append(Tokens(request.id, self.now(), Segment([position], [-position - 1], self._version)))
             self._running[request.id] = (request, made + 1)
-            ended = position + 1 >= self._length_of(request)
+            ended = position + 1 >= self._length_of(request) and not request.sampling.ignore_eos
             if ended or made + 1 == request.max_new_tokens:
                 del self._running[request.id]
                 self._unreported.append(RequestFinished(request.id, self.now(), truncated=not ended))
