@@ -247,7 +247,7 @@ class TestEnds(ServerEnds):
 
 @pytest.fixture(scope="module")
 def ipc_server(model: tuple[Path, Any], tmp_path_factory: Any) -> Iterator[ServerProcess]:
-    """With the IPC backend. On a GPU the weights really go by CUDA IPC. vLLM 0.25 imports ray there without using it."""
+    """With the IPC backend, for which vLLM 0.25 imports ray. On a GPU the weights really go by CUDA IPC."""
     flags = ["--weight-transfer-config", '{"backend": "ipc"}']
     folder = tmp_path_factory.mktemp("log")
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
