@@ -79,7 +79,7 @@ def test_simulate_without_flags_answers_in_one_table_and_a_sentence_within_secon
     head = next(i for i, line in enumerate(lines) if line.startswith("mode "))
     table = lines[head + 2 : head + 2 + len(ROWS)]
     assert [line.split("  ")[0] for line in table] == ROWS
-    assert all(len(line.split("  ")[0].strip()) and len(line[25:].split()) == 6 for line in table), "seven columns"
+    assert all(len(line.split("  ")[0].strip()) and len(line[30:].split()) == 6 for line in table), "seven columns"
     text = " ".join(lines[head + 2 + len(ROWS) :])
     assert "partial+lookahead trains on 1." in text and "with less staleness, partial+elevator gives 1." in text
     assert "hours instead of" in text and "mean staleness" in text
@@ -96,7 +96,7 @@ def long_lengths(tmp_path: Path) -> Path:
 
 def test_the_longest_response_of_the_file_is_the_limit(long_lengths: Path) -> None:
     done = sortedrl("simulate", "--modes", "baseline", "--lengths", str(long_lengths), *SMALL)
-    assert "limit 16,384" in done.stdout
+    assert "each response draws its length independently), limit 16,384" in " ".join(done.stdout.split())
     assert done.stderr == ""
 
 
@@ -213,6 +213,18 @@ def test_plan_tries_fewer_slots_as_long_as_an_update_fills_them() -> None:
     assert fewer_slots(Workload(slots=512, engines=8), schedule) == [256]
     tried = [case.workload.slots for case in candidates(Workload(slots=2048, engines=8), schedule, Allowed())]
     assert {tried.count(slots) for slots in (1024, 768, 512, 256)} == {3}
+
+
+@pytest.mark.parametrize("filtered", [None, 0.3])
+def test_plan_and_simulate_choose_from_the_same_modes(filtered: float | None) -> None:
+    settings = SimulateSettings(rollouts_per_prompt=4, whole_groups=True, filtered=filtered)
+    schedule = simulated_schedule(settings)
+    largest = [
+        case.schedule.mode
+        for case in candidates(simulated_workload(settings), schedule, Allowed())
+        if (case.schedule.prompts_per_cohort, case.schedule.oversubscribe, case.workload.slots) == (128, None, 128)
+    ]
+    assert sorted(largest) == sorted(settings.modes_and_expectations()[0])
 
 
 def metrics_of(name: str, hourly: float, *, staleness: float = 0.0, bias: float = 0.0) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import Field
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.step_time import StepTime, pays_up_to, with_drafts
 from sortedrl.settings.slots import MANY_SLOTS
-from sortedrl.studies.simulate import Case, compare
+from sortedrl.studies.simulate import Case, compare, deciding_modes
 from sortedrl.studies.workload import Workload, run, with_mode
 from sortedrl.studies.workload_settings import (
     Expectation,
@@ -29,13 +29,9 @@ from sortedrl.studies.workload_settings import (
 CLOSE = 0.02  # of the faster one's speed, not of the limit: with slow environments or learners, all are far from that
 LARGER_UPDATES = 1.1  # times the size that was asked for: worth a sentence
 BASELINES = ("baseline", "baseline+longest-first")
-CAPPED = (  # a cap trades some empty slots for lower staleness, less waste and less re-prefill
-    ("on-policy", None),
-    ("on-policy+planned", 1.0),
-    ("on-policy+planned", 1.15),
-    ("partial+elevator", 1.3),
-    ("partial+elevator", 1.5),
-)
+SIZED = ("partial", "partial+lookahead", "cohort-at-once")  # gain from larger cohorts, and get staler with them
+# A cap trades some empty slots for lower staleness, less waste and less re-prefill.
+CAPPED = (("on-policy+planned", 1.15), ("partial+elevator", 1.3), ("partial+elevator", 1.5))
 FEWER_SLOTS = (("partial+lookahead", None), ("partial+elevator", None), ("partial+elevator", 1.5))
 LEAST_SLOTS = 0.4  # times the update size
 PRECISION = 0.05  # of an acceptance of drafts, in tokens per step
@@ -110,17 +106,18 @@ class Plan:
 
 
 def candidates(workload: Workload, schedule: Schedule, allowed: Allowed) -> list[Case]:
-    """Every mode of SortedRL and of the paper, with cohorts of 2, 4, ... updates; a few also with fewer slots."""
+    """What `simulate` compares by default, with the largest cohort; some also with smaller ones (2, 4, ... updates), a
+    cap or fewer slots."""
     per_update = -(-schedule.rollouts_per_update // schedule.rollouts_per_prompt)
     cohorts = [2**k for k in range(1, 10) if 2**k < allowed.cohort_updates] + [allowed.cohort_updates]
     found = [Case(mode, workload, with_mode(schedule, mode)) for mode in BASELINES]
+    modes = [mode for mode in deciding_modes(schedule) if mode not in BASELINES]
     for updates in cohorts:
         sized = replace(schedule, prompts_per_cohort=updates * per_update)
         label = f"cohort {updates} x update"
         is_largest = updates == allowed.cohort_updates
-        modes = ("partial", "partial+planned", "partial+lookahead", "partial+elevator")
-        tried: list[tuple[str, float | None]] = [(mode, None) for mode in modes[: 4 if is_largest else 3]]
-        tried += CAPPED if is_largest and updates > 1 else ()
+        tried: list[tuple[str, float | None]] = [(mode, None) for mode in (modes if is_largest else SIZED)]
+        tried += CAPPED if is_largest else ()
         found += [_case(workload, sized, mode, cap, label) for mode, cap in tried]
     for slots in fewer_slots(workload, schedule):
         few, named = replace(workload, slots=slots), f"{label}, {slots} slots"

@@ -23,9 +23,9 @@ from sortedrl.settings.schedule import Oversubscribe
 from sortedrl.studies.workload import Workload, limit, merged, run, with_mode
 from sortedrl.studies.workload_settings import Expectation, SimulatedSettings, check_simulated, simulated_schedule
 
-DECIDING_MODES = (  # the modes that matter for a choice; `--all` has all
-    "baseline", "on-policy", "on-policy+planned", "partial", "partial+lookahead", "partial+elevator", "april",
-    "cohort-at-once",
+DECIDING_MODES = (  # what `simulate` and `plan` choose from; `--all` has all modes
+    "baseline", "baseline+longest-first", "on-policy", "on-policy+planned", "partial", "partial+lookahead",
+    "partial+elevator", "april", "cohort-at-once",
 )  # fmt: skip
 FILTER_ROUNDS = ("filter-rounds", "filter-rounds+refill")  # how others filter; without a filter the baseline
 
@@ -48,8 +48,8 @@ class SimulateSettings(SimulatedSettings):
     def modes_and_expectations(self) -> tuple[tuple[str, ...], tuple[Expectation, ...]]:
         if self.all_modes:
             return _modes_that_run(simulated_schedule(self)), ("cold", "warm", "oracle")
-        rounds = FILTER_ROUNDS if self.filtered is not None and self.modes == DECIDING_MODES else ()
-        return (*self.modes, *rounds), self.expectations
+        modes = deciding_modes(simulated_schedule(self)) if self.modes == DECIDING_MODES else self.modes
+        return modes, self.expectations
 
     def check(self) -> None:
         if self.all_modes and self.modes != DECIDING_MODES:
@@ -57,6 +57,10 @@ class SimulateSettings(SimulatedSettings):
         for mode in self.modes_and_expectations()[0]:
             _check_mode(mode, simulated_schedule(self))
         check_simulated(self)
+
+
+def deciding_modes(schedule: Schedule) -> tuple[str, ...]:
+    return DECIDING_MODES if schedule.filter_groups is None else DECIDING_MODES + FILTER_ROUNDS
 
 
 def _check_mode(mode: str, schedule: Schedule) -> None:
