@@ -284,7 +284,7 @@ def test_lengths_are_read_from_many_kinds_of_files(ending: str, text: str, expec
     ("ending", "data", "words"),
     [
         ("dat", b"\x93NUMPY\x01\x00", "a NumPy file: write it with numpy.savetxt"),
-        ("dat", b"PAR1\x15\x04\xa4", "a Parquet file: write it with pandas"),
+        ("dat", b"PAR1\x15\x04\xa4", "a Parquet file: examples/lengths_from_logs.py"),
         ("dat", "12\n7\n".encode("utf-16"), "not text in UTF-8"),
         ("json", b"[12, 7, 0]", "entry 3: length 0 is not a number of tokens"),
         ("csv", b"", "no lengths in this file"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from sortedrl.cli import simulate
+from sortedrl.cli.plan import limit_of_file
 from sortedrl.core import Prompt, Schedule
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Loaded, RunBegan
@@ -16,6 +17,7 @@ from sortedrl.engines.step_time import PRESETS
 from sortedrl.log.lines import JsonLines
 from sortedrl.log.reading import read_events
 from sortedrl.studies.bench import BenchSettings
+from sortedrl.studies.plan import PlanSettings
 from sortedrl.studies.simulate import SimulateSettings
 from sortedrl.studies.workload import Workload, run, with_mode
 from sortedrl.studies.workload_settings import simulated_workload
@@ -156,6 +158,13 @@ def test_a_log_of_one_turn_gives_lengths(tmp_path: Path) -> None:
     assert settings.replayed_episodes is None and settings.replayed_lengths is not None
     assert settings.replayed_lengths.count == 128
     assert simulated_workload(settings).lengths == settings.replayed_lengths
+    assert settings.response_limit() == 1000 > settings.replayed_lengths.longest, "that of the run"
+    assert limit_of_file(PlanSettings(lengths=log)) == []
+    bare = tmp_path / "bare"
+    bare.write_text("12\n34\n")
+    (_, said) = limit_of_file(PlanSettings(lengths=bare))
+    assert said.startswith(f"the longest response in {bare} has 34 tokens: set the limit of your run")
+    assert limit_of_file(PlanSettings(lengths=bare, max_response_tokens=34)) == limit_of_file(PlanSettings()) == []
     assert SimulateSettings(lengths=log, turns=3).response_limit() == 3 * settings.response_limit()
     BenchSettings(lengths=log).check()
 

@@ -28,10 +28,12 @@ from sortedrl.studies.simulate import DECIDING_MODES, Case, SimulateSettings, ca
 from sortedrl.studies.tables import ANSWER, THROUGHPUT, bubble_table, digits, show, table_of
 from sortedrl.studies.workload import Workload, run
 from sortedrl.studies.workload_settings import simulated_schedule, simulated_workload
-from sortedrl.training.settings import TrainSettings
+from sortedrl.training.settings import TrainSettings, schedule_of
 
 ROWS = [
     "baseline",
+    "baseline+longest-first",
+    "baseline+longest-first (warm)",
     "on-policy",
     "on-policy+planned",
     "on-policy+planned (warm)",
@@ -134,7 +136,7 @@ def test_what_a_user_should_know_is_said_before_the_answer(
 
 def test_engines_share_the_slots_and_the_header_has_both() -> None:
     done = sortedrl("simulate", "--modes", "baseline", "partial", *SMALL, "--engines", "3")
-    assert "slots 16 (3 engines of 6), updates of 16" in done.stdout and done.stderr == ""
+    assert "slots 16 (3 engines of 5 or 6), updates of 16" in done.stdout and done.stderr == ""
     refused = forked.run(("simulate", "--engines", "200"))
     assert refused.returncode == 2 and "slots of all 200 engines together" in refused.stderr
 
@@ -192,9 +194,14 @@ def test_lines_for_trl_have_the_part_of_each_process() -> None:
     assert trainer.startswith("    SortedGRPOTrainer(slots=128, schedule=Schedule(")
     part = eval(trainer[trainer.index("Schedule(") : trainer.rindex(", ...")], {"Schedule": Schedule})
     assert part.prompts_per_cohort == 32 and part.max_staleness == 4 and part.oversubscribe == 1.3
+    assert lines[-1] == "sortedrl train and verl have one controller, not 8: plan for them without --controllers."
+    assert not any("rollouts_per_update" in line or "trainer.v1" in line for line in lines)
+    filtered = replace(schedule, filter_groups="equal_rewards")
+    lines = lines_to_paste(filtered, 1024)
     toml = tomllib.loads("\n".join(line for line in lines if " = " in line))
     assert toml | {"prompts_per_cohort": 256, "oversubscribe": 1.3, "max_staleness": 4} == toml
-    assert TrainSettings(**toml).slots == 1024
+    assert schedule_of(TrainSettings(**toml)).filter_groups == "equal_rewards" and toml["slots"] == 1024
+    assert "    algorithm.filter_groups.enable=True \\" in lines and "sortedrl.filter" not in "".join(lines)
     assert "    data.train_batch_size=64 \\" in lines and "    algorithm.rollout_correction.rollout_is=token" in lines
     overlapping = "\n".join(lines_to_paste(replace(schedule, overlap=True, max_staleness=None), 1024))
     assert "overlap = true" in overlapping and "GRPOConfig" not in overlapping

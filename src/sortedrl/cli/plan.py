@@ -40,21 +40,33 @@ def run(settings: PlanSettings) -> int:
     tables.show(table_console(), [head, *tables.plan_view(found), *said, "", error, accuracy_line(settings)])
     if found.needed:
         choice, separate = found.choice, settings.separate_learner
-        for line in lines_to_paste(choice.schedule, choice.slots, settings.controllers, separate=separate):
+        lines = lines_to_paste(choice.schedule, choice.slots, settings.controllers, separate=separate)
+        for line in (*limit_of_file(settings), *lines):
             print(line)
     return 0
+
+
+def limit_of_file(settings: PlanSettings) -> list[str]:
+    """That the file does not say where its responses were cut."""
+    replayed = settings.replayed_lengths
+    if settings.max_response_tokens is not None or replayed is None or replayed.run_limit:
+        return []
+    longest = f"the longest response in {settings.lengths} has {replayed.longest} tokens"
+    return ["", f"{longest}: set the limit of your run below instead, or plan again with --max-response-tokens."]
 
 
 # The schedule as lines to paste
 
 
 def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1, *, separate: bool = False) -> list[str]:
-    """`processes`: controllers of the plan, each in a training process of TRL. `separate`: the learner has GPUs of its
-    own, and so do the servers."""
+    """`processes`: controllers of the plan, each in a training process of TRL: the others have one. `separate`: the
+    learner has GPUs of its own, and so do the servers."""
     chosen = {"mode": schedule.mode, "prompts_per_cohort": schedule.prompts_per_cohort}
-    chosen |= {
-        key: value for key in ("oversubscribe", "max_staleness") if (value := getattr(schedule, key)) is not None
-    }
+    optional = ("oversubscribe", "max_staleness", "filter_groups")
+    chosen |= {key: value for key in optional if (value := getattr(schedule, key)) is not None}
+    if processes > 1:
+        others = f"sortedrl train and verl have one controller, not {processes}: plan for them without --controllers."
+        return [*_trl(schedule, chosen, slots, processes), "", others]
     lines = ["", "sortedrl train --config FILE, with these lines in FILE, beside your model, task and learning_rate:"]
     keys = ("rollouts_per_update", "rollouts_per_prompt", "max_response_tokens")
     sizes = {key: getattr(schedule, key) for key in keys}
@@ -64,7 +76,7 @@ def lines_to_paste(schedule: Schedule, slots: int, processes: int = 1, *, separa
     if separate:
         lines += ["", "TRL: engine and learner take turns there. Plan without --separate-learner and --overlap."]
     else:
-        lines += _trl(schedule, chosen, slots, processes)
+        lines += _trl(schedule, chosen, slots)
     return lines + _verl(schedule, chosen, slots, separate)
 
 
@@ -72,7 +84,7 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def _trl(schedule: Schedule, chosen: dict[str, Any], slots: int, processes: int) -> list[str]:
+def _trl(schedule: Schedule, chosen: dict[str, Any], slots: int, processes: int = 1) -> list[str]:
     if schedule.rollouts_per_prompt == 1:
         return ["", "TRL: its GRPO needs groups. Plan with --rollouts-per-prompt 8 --whole-groups."]
     if (prompts := schedule.prompts_per_cohort) is not None:
@@ -101,7 +113,9 @@ def _verl(schedule: Schedule, chosen: dict[str, Any], slots: int, separate: bool
         }
     if schedule.overlap:
         chosen = {"max_staleness": VERL_BOUND} | chosen
-    keys |= {f"+trainer.v1.sortedrl.{key}": value for key, value in {**chosen, "slots": slots}.items()}
+    keys |= {"algorithm.filter_groups.enable": True} if "filter_groups" in chosen else {}
+    ours = {key: value for key, value in {**chosen, "slots": slots}.items() if key != "filter_groups"}
+    keys |= {f"+trainer.v1.sortedrl.{key}": value for key, value in ours.items()}
     keys |= {
         "data.train_batch_size": schedule.rollouts_needed // schedule.rollouts_per_prompt,
         "data.max_response_length": schedule.max_response_tokens,

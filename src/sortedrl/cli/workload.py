@@ -28,6 +28,7 @@ MANY_ROLLOUTS = 100_000  # take about ten seconds to simulate
 MANY_CUT = 0.2  # fraction of the drawn lengths
 MANY_LATE = 0.05  # fraction of the drawn answers of environments
 BEYOND = 1.1  # times the largest measured batch
+INDEPENDENT = " (it tells no prompts apart: each response draws its length independently)"
 
 
 def print_dry_run(settings: WorkloadSettings, schedule: Schedule, prompts: int) -> int:
@@ -169,9 +170,10 @@ def _replayed_turns(replayed: ReplayedEpisodes) -> str:
 
 
 def workload_line(settings: SimulatedSettings) -> str:
-    limit = settings.response_limit()
+    limit, replayed = settings.response_limit(), settings.replayed_lengths
+    one_for_all = replayed is not None and len(replayed.by_prompt) == 1
     lengths = (
-        f"{settings.lengths}, limit {limit:,} tokens"
+        f"{settings.lengths}{INDEPENDENT * one_for_all}, limit {limit:,} tokens"
         if settings.lengths
         else f"lognormal, median {settings.median_length:.5g}, sd {settings.length_sd_between:g} between"
         f" and {settings.length_sd_within:g} within prompts, limit {limit:,}"
@@ -190,7 +192,8 @@ def workload_line(settings: SimulatedSettings) -> str:
         + ", learner streamed" * settings.stream
         + " on the engine's GPU" * settings.share_gpu
     )
-    share = f" ({settings.engines} engines of {settings.most_slots_per_engine()})" if settings.engines > 1 else ""
+    sizes = " or ".join(map(str, sorted(set(settings.slots_of_engines()))))
+    share = f" ({settings.engines} engines of {sizes})" if settings.engines > 1 else ""
     share += f", {settings.controllers} controllers" if settings.controllers > 1 else ""
     return (
         f"lengths: {lengths}\nslots {settings.slots}{share}, "

@@ -66,10 +66,12 @@ class DrawnEpisodes:
 
 @dataclass(frozen=True)
 class ReplayedEpisodes:
-    """Episodes by prompt; the seed picks one of a prompt's episodes. `rewards`: of the first group of each prompt."""
+    """Episodes by prompt; the seed picks one of a prompt's episodes. `rewards`: of the first group of each prompt.
+    `run_limit`: where the run cut its responses; 0: unknown."""
 
     by_prompt: tuple[tuple[Episode, ...], ...]
     rewards: tuple[tuple[float, ...], ...] | None = None
+    run_limit: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> Episode:
         episodes = self.by_prompt[number_of(prompt) % len(self.by_prompt)]
@@ -87,7 +89,7 @@ class ReplayedEpisodes:
     def lengths(self) -> ReplayedLengths:
         """Policy tokens of whole responses."""
         lengths = tuple(tuple(episode.length for episode in episodes) for episodes in self.by_prompt)
-        return ReplayedLengths(lengths, self.rewards)
+        return ReplayedLengths(lengths, self.rewards, self.run_limit)
 
 
 # The turn that a request runs
@@ -153,7 +155,8 @@ def read_episodes(path: Path) -> ReplayedEpisodes:
             raise ValueError(f"{path}: rollout {rollout} finishes, but was never loaded; the log is incomplete")
         by_prompt.setdefault(recorder.prompt_of[rollout], []).append(episode)
     rewards = [recorder.rewards_of_first_group(prompt) for prompt in by_prompt]
-    return ReplayedEpisodes(tuple(map(tuple, by_prompt.values())), tuple(rewards) if all(rewards) else None)
+    episodes = tuple(map(tuple, by_prompt.values()))
+    return ReplayedEpisodes(episodes, tuple(rewards) if all(rewards) else None, recorder.run_limit)
 
 
 class _Attempt:
@@ -171,6 +174,7 @@ class _Recorder:
     """Follows the turns of every rollout in an event log."""
 
     def __init__(self) -> None:
+        self.run_limit = 0
         self.prompt_of: dict[int, str] = {}
         self.ended: dict[int, Episode] = {}
         self._first_groups: dict[str, range] = {}
@@ -179,6 +183,8 @@ class _Recorder:
 
     def __call__(self, event: Event) -> None:
         match event:
+            case events.RunBegan(settings={"max_response_tokens": int(limit)}):
+                self.run_limit = limit
             case events.Loaded(first=first, rollouts=rollouts, prompts=prompts):
                 per_prompt = rollouts // len(prompts)
                 self.prompt_of |= {first + i: prompts[i // per_prompt] for i in range(rollouts)}

@@ -35,7 +35,8 @@ PROMPT_NAMES = ("prompt", "prompt_id")
 REWARD_NAMES = ("reward", "score")
 BINARY_KINDS = {  # first bytes -> what it is, and how to get a file that can be read
     b"\x93NUMPY": 'a NumPy file: write it with numpy.savetxt("lengths.txt", lengths, fmt="%d")',
-    b"PAR1": 'a Parquet file: write it with pandas.read_parquet(file).to_csv("lengths.csv")',
+    b"PAR1": "a Parquet file: examples/lengths_from_logs.py counts the tokens of TRL's completions; from one with a "
+    'column `length`, write pandas.read_parquet(file).to_csv("lengths.csv")',
 }
 _NORMAL = NormalDist()
 
@@ -67,10 +68,12 @@ class LognormalLengths:
 
 @dataclass(frozen=True)
 class ReplayedLengths:
-    """Lengths by prompt; the seed picks one of a prompt's lengths. `rewards`: those of the same responses, if known."""
+    """Lengths by prompt; the seed picks one of a prompt's lengths. `rewards`: those of the same responses, if known.
+    `run_limit`: where the run that they are from cut its responses; 0: unknown."""
 
     by_prompt: tuple[tuple[int, ...], ...]
     rewards: tuple[tuple[float, ...], ...] | None = None
+    run_limit: int = 0
 
     def __call__(self, prompt: Prompt, seed: int) -> int:
         lengths = self.by_prompt[number_of(prompt) % len(self.by_prompt)]

@@ -94,8 +94,6 @@ class BenchSettings(WorkloadSettings, EngineSettings):
     rollouts_per_update: RolloutsPerUpdate = 32
     oversubscribe: Oversubscribe = None
     prompt_tokens: PromptTokens = 32
-    max_response_tokens: Annotated[int | None, Field(ge=1)] = None
-    """cut responses here; default: the longest in --lengths, else 800"""
     median_length: MedianLength = 100.0
     cohorts: Annotated[int, Field(ge=1)] = 1
     """length of each run, in cohorts"""

@@ -51,7 +51,8 @@ class LengthSettings(SettingsGroup):
     default_response_limit: ClassVar[int] = 8192
 
     lengths: Path | None = None
-    """your response lengths: a JSONL or CSV file, or a run folder; default: drawn from a lognormal"""
+    """your response lengths: a JSONL or CSV file, or a run folder; without prompts, each response draws one of them
+    independently; default: drawn from a lognormal"""
     median_length: MedianLength = 1273.7
     length_sd_between: Annotated[float, Field(ge=0, le=10)] = 0.8
     """standard deviation of log length between prompts"""
@@ -59,7 +60,7 @@ class LengthSettings(SettingsGroup):
     """standard deviation of log length within a prompt"""
     prompt_tokens: PromptTokens = 128
     max_response_tokens: Annotated[int | None, Field(ge=1)] = None
-    """cut responses here; default: the longest in --lengths, else 8192"""
+    """cut responses here; default: where the run in --lengths did, or its longest one; without it 8192, in bench 800"""
 
     @cached_property
     def _replayed(self) -> ReplayedLengths | ReplayedEpisodes | None:
@@ -83,10 +84,11 @@ class LengthSettings(SettingsGroup):
         return found.lengths() if isinstance(found, ReplayedEpisodes) else found
 
     def response_limit(self) -> int:
-        """As set, or the longest response in the file of lengths, so that none of them is cut by default."""
+        """As set, or that of the run, or the longest response in the file of lengths: by default none is cut."""
         if self.max_response_tokens is not None:
             return self.max_response_tokens
-        return self.default_response_limit if self.replayed_lengths is None else self.replayed_lengths.longest
+        replayed = self.replayed_lengths
+        return self.default_response_limit if replayed is None else max(replayed.run_limit, replayed.longest)
 
     def most_observed(self) -> int:
         """Tokens of the environment in one response, at most."""
@@ -219,8 +221,11 @@ class SimulatedSettings(WorkloadSettings, SimulatedLearnerSettings, SimulatedFil
             return self.replayed_episodes.most_observed
         return (self.turns - 1) * self.observation_tokens
 
+    def slots_of_engines(self) -> list[int]:
+        return even_split(self.slots, self.engines)
+
     def most_slots_per_engine(self) -> int:
-        return max(even_split(self.slots, self.engines))
+        return max(self.slots_of_engines())
 
     def usual_context(self) -> float:
         """Tokens of a running request, roughly, if all slots are in use."""
