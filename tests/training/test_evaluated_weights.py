@@ -93,6 +93,9 @@ def test_an_evaluation_answers_as_the_model_exported_at_that_update(
     train(model, tmp_path / "shorter", *words, "--updates", "2")
     assert during[2] == evaluations[-1] == answers_of(tmp_path / "shorter" / "model", evaluations)
     assert [line["update"] for line in metrics_of(tmp_path / "run", "held_out")] == [0, 1, 2, 3]
+    log = read_events(tmp_path / "run" / "events.jsonl")
+    trained = {event.rollout for event in log if isinstance(event, events.Submitted)}
+    assert trained.isdisjoint(during[0]), "a pool would forget where the KV cache of these rollouts is"
 
 
 def test_a_lora_run_leaves_its_adapter_beside_the_merged_weights(

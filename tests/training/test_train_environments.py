@@ -20,14 +20,13 @@ import forked
 import toy
 from chat_tokenizer import chat_tokenizer
 from counting_task import CountingTask
-from processes import descendants_of, wait_for_end
+from processes import PATIENCE_SECONDS, descendants_of, wait_for_end
 from sortedrl.core import events
 from sortedrl.core.engine import Change, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.import_path import import_object
 from sortedrl.core.rejections import RejectionWatch
 from sortedrl.core.rollout import ENVIRONMENT as FROM_ENVIRONMENT
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.engines import generate as generating
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL, DIALOGUE_MODEL, model_named
 from sortedrl.observe.console import PlainConsole
@@ -220,16 +219,13 @@ def says_one() -> LosesSecondTurns:
     return LosesSecondTurns([*tokenizer("one")["input_ids"], tokenizer.eos_token_id])
 
 
-def test_an_evaluation_closes_the_environments_of_lost_rollouts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_closes_the_environments_of_lost_rollouts(tmp_path: Path) -> None:
     """The next evaluation has rollouts with the same ids, and must not meet the instances of this one."""
-    monkeypatch.setattr(generating, "RETRY_SECONDS", 0.0)
     watch = evaluated(says_one(), CountingTask(str(tmp_path / "log")))
     assert watch.rejected == 2 and "lost" in watch.most_frequent(), "a score of 0 must not hide a broken engine"
     assert sorted((tmp_path / "log").read_text().splitlines()) == sorted(
-        f"{problem} {what}" for problem in ("h0", "h1") for what in ("reset", "step one", "close")
-    )
+        f"{problem} {what}" for problem in ("h0", "h1") for what in ("reset", "step one", "close") for _ in range(3)
+    ), "each is tried three times"
 
 
 class EncodesNothing:

@@ -1,7 +1,7 @@
 """Run requests to their end on an engine, outside of the scheduler: evaluations, probes, warm-ups."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sortedrl.core.engine import Engine, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.engine_checks import checked_changes, plain
@@ -54,19 +54,12 @@ class NotInTime(TimeoutError):
         self.unfinished = unfinished
 
 
-def generate(
-    engine: Engine,
-    requests: Sequence[Request],
-    *,
-    limit_seconds: float | None = None,
-    on_end: Callable[[Response], None] = lambda response: None,
-) -> list[Response]:
+def generate(engine: Engine, requests: Sequence[Request], *, limit_seconds: float | None = None) -> list[Response]:
     """One response per request, in their order. The engine must hold no other request.
 
     The policy on failures, for all callers: a request that failed or ended without a token is sent again from its
     start, up to `ATTEMPTS` times in all, after the others have ended. Then its response has a `failure`, and the caller
-    decides what that means.
-    `on_end` is called once per request, when its response is final. `limit_seconds` is on the engine's clock.
+    decides what that means. `limit_seconds` is on the engine's clock.
     """
     responses = {request.id: Response(request) for request in requests}
     deadline = None if limit_seconds is None else engine.now() + limit_seconds
@@ -74,17 +67,13 @@ def generate(
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(RETRY_SECONDS * 2 ** (attempt - 1))
-        failed = _attempt(engine, {response.request.id: response for response in failed}, deadline, on_end)
+        failed = _attempt(engine, {response.request.id: response for response in failed}, deadline)
         if not failed:
             break
-    for response in failed:
-        on_end(response)
     return list(responses.values())
 
 
-def _attempt(
-    engine: Engine, awaited: dict[int, Response], deadline: float | None, on_end: Callable[[Response], None]
-) -> list[Response]:
+def _attempt(engine: Engine, awaited: dict[int, Response], deadline: float | None) -> list[Response]:
     """Returns the responses whose requests failed."""
     failed = []
     for response in awaited.values():
@@ -107,6 +96,4 @@ def _attempt(
                     ended.end(truncated=change.truncated)
                 if ended.failure is not None:
                     failed.append(ended)
-                else:
-                    on_end(ended)
     return failed

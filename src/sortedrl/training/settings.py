@@ -238,14 +238,20 @@ def cannot_be_sent(settings: ModelSettings, error: ValueError) -> ConfigurationE
 
 
 def schedule_of(settings: TrainSettings) -> Schedule:
-    return schedule_from(
-        settings,
-        whole_groups=settings.wants_whole_groups() or settings.filter_groups == EQUAL_REWARDS,
-        max_context_tokens=settings.longest_context(),
-        max_prompt_tokens=None,  # longer prompts are skipped when the task is read
-        score_wait_seconds=score_wait_seconds(settings.score_limit_seconds),
-        max_environment_seconds=max(Schedule().max_environment_seconds, 4 * settings.score_limit_seconds),
-    )
+    whole_groups = settings.wants_whole_groups() or settings.filter_groups == EQUAL_REWARDS
+    return schedule_from(settings, whole_groups=whole_groups, **limits_of(settings))
+
+
+def limits_of(settings: ModelSettings) -> dict[str, Any]:
+    """Those of a schedule, for training and for evaluation."""
+    return {
+        "max_response_tokens": settings.max_response_tokens,
+        "max_turns": settings.max_turns,
+        "max_context_tokens": settings.longest_context(),
+        "max_prompt_tokens": None,  # longer prompts are skipped when the task is read
+        "score_wait_seconds": score_wait_seconds(settings.score_limit_seconds),
+        "max_environment_seconds": max(Schedule().max_environment_seconds, 4 * settings.score_limit_seconds),
+    }
 
 
 def _check_overlap(settings: TrainSettings) -> None:

@@ -281,8 +281,8 @@ class TrainingRun:
         self.controller.update_engine()
         self.controller.mark_phase("evaluation")
         watch = self._rejection_watch()
-        rewards, on_progress = self.evaluation_rewards, self.console.evaluating
-        found = evaluate(self.engine, self._held_out(), rewards, self.settings, watch, on_progress)
+        rewards, on_progress, version = self.evaluation_rewards, self.console.evaluating, self.controller.version
+        found = evaluate(self.engine, self._held_out(), rewards, self.settings, watch, on_progress, version=version)
         if notice := unscored_notice(watch):
             self.console.log(notice)
         has_turns = rewards.environments is not None
