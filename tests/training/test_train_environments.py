@@ -128,6 +128,26 @@ def test_environments_in_workers_hold_no_slot_and_leave_no_process(model: Path, 
             assert event.rollout not in running
 
 
+@pytest.mark.parametrize("is_asked_first", [True, False])  # as in a run, and as in `sortedrl eval`
+def test_the_worker_that_is_ready_is_that_of_the_first_source(model: Path, is_asked_first: bool) -> None:
+    settings = EvalSettings(model=str(model), task="toy:Talk", reward_workers=1)
+    resources = read_resources(settings, lambda line: None)
+    with Rewards(settings, resources) as rewards:
+        if is_asked_first:
+            rewards.require_ready()
+        environments = rewards.source().environments
+        rewards.require_ready()
+        ready = [process for process in descendants_of(os.getpid()) if _is_worker(process)]
+        assert environments is not None and ready
+        rollout = Rollout(0, resources.held_out[0], 0, 0, 0, 0)
+        rollout.append(Segment([toy.WORDS.index("d")], [-0.5], 0))
+        environments.submit(rollout, 0)
+        environments.wait(PATIENCE_SECONDS)
+        (answer,) = environments.collect()
+        assert answer.error is None
+        assert [process for process in descendants_of(os.getpid()) if _is_worker(process)] == ready, "no other started"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remembers", ["True", "False"])
 def test_a_killed_run_goes_on_with_rollouts_in_their_environments(model: Path, tmp_path: Path, remembers: str) -> None:

@@ -47,7 +47,7 @@ class Rewards(ExitStack):
         self._resources = resources
         self._scoring = scoring or ("at-once" if built_in else "background")
         self._pool: WorkerPool | None = None
-        self._hosts: list[WorkerHosts] = []
+        self._hosts: list[WorkerHosts] = []  # one for each source, the first for the first one
         self._served: ServedEnvironments | None = None
         task, workers, limit_seconds = resources.task, settings.reward_workers, settings.score_limit_seconds
         if isinstance(task, ServedTask):
@@ -68,6 +68,7 @@ class Rewards(ExitStack):
                 self._pool.start()
         except ValueError as error:
             raise cannot_be_sent(settings, error) from None
+        self._unused_hosts = iter(self._hosts)
 
     def require_ready(self) -> None:
         """Wait for the first worker: a module that cannot be imported there is an error before the run."""
@@ -98,8 +99,8 @@ class Rewards(ExitStack):
         return RewardSource(environments.ends, environments)
 
     def _host(self, task: EnvironmentTask) -> Host:
-        if self._hosts:
-            return self._hosts.pop()
+        if (unused := next(self._unused_hosts, None)) is not None:
+            return unused
         host = LocalHost(task.environment, limit_seconds=self._settings.score_limit_seconds)
         return self.enter_context(closing(host))
 
