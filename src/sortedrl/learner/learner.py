@@ -337,8 +337,6 @@ class Learner:
             if self.critic is not None:
                 returns_n, gae_n = batch.returns_br[batch.mask_br], batch.gae_br[batch.mask_br]
                 metrics["explained_variance"] = explained_variance(returns_n - gae_n, returns_n)
-                place = handed_out.place_in_cohort  # the quality of a critic may depend on length
-                metrics[f"explained_variance/harvest_{place}"] = metrics["explained_variance"]
         of_rewards = self.critic is None and settings.resolved_advantage_baseline != "group"
         self._statistics = found.statistics.after(handed_out, of_rewards=of_rewards)
         return metrics
