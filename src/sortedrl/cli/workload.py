@@ -119,8 +119,8 @@ def accuracy_line(settings: SimulatedSettings) -> str:
     error = (
         "up to 9 % off with five turns if returns were timed (sortedrl profile --observation-tokens), else up to 31 %"
         if settings.turns > 1 or settings.replayed_episodes is not None
-        else "within 5 % of the tokens per second of 18 runs of vLLM and 7 % of the updates per hour of 38 of 43 with "
-        "a learner, 9 to 14 % off in the other five"
+        else "within 5 % of the tokens per second of 18 runs of vLLM and 7 % of the updates per hour of 40 of 46 with "
+        "a learner, 8 to 14 % off in the other six"
     )
     preset = f" {settings.step_time} is a preset: before you rely on a few percent, run sortedrl profile."
     return (
