@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,18 @@ def test_train_has_at_most_40_flags_and_keeps_the_common_ones() -> None:
     } <= flags
     done = sortedrl("train", "--help")
     assert done.returncode == 0 and "set them in a toml file" in done.stdout.lower()
+    first = re.findall(r"^  --(\S+)", done.stdout, re.MULTILINE)[:5]
+    assert first == ["mode", "updates", "out", "resume", "seed"], "the common ones"
     assert done.stdout.index("\nschedule\n") < done.stdout.index("\nlearner\n") < done.stdout.index("\noutput\n")
+
+
+@pytest.mark.parametrize("none", ["none", "None"])
+def test_a_number_may_be_none_where_it_is_optional(none: str, tmp_path: Path) -> None:
+    words = [["--updates", none], config_file(tmp_path, updates=none, max_staleness=none)]
+    for given in words:
+        done = sortedrl("train", "--dry-run", "--json", *given)
+        assert done.returncode == 0 and json.loads(done.stdout)["settings"]["updates"] is None, done.stderr
+    assert "--slots none: expected INT" in sortedrl("train", "--slots", "none", "--dry-run").stderr
 
 
 def test_a_file_sets_what_has_no_flag(tmp_path: Path) -> None:

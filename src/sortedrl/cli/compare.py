@@ -33,7 +33,7 @@ class CompareSettings(Settings):
     positional: ClassVar[tuple[str, ...]] = ("study",)
 
     study: Path | None = None
-    """TOML file of the study"""
+    """TOML file of the study: what to train and to compare; --config has nothing but flags of this command"""
     jobs: Annotated[int, Field(ge=1, le=1024)] = 1
     """runs at once; each is pinned to its share of the CPU cores"""
     out: Path | None = None

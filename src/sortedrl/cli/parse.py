@@ -99,7 +99,11 @@ def located(error: ConfigurationError, kind: type[Settings], args: Sequence[str]
 
 
 def _validated(kind: type[S], values: dict[str, Any], flags: dict[str, Any] | None = None, program: str = "") -> S:
-    by_alias = {kind.model_fields[key].alias or key: value for key, value in values.items()}
+    fields = kind.model_fields
+    by_alias = {
+        fields[key].alias or key: None if _is_no_number(value, fields[key].annotation) else value
+        for key, value in values.items()
+    }
     try:
         return kind.model_validate(by_alias)
     except pydantic.ValidationError as refused:
@@ -110,6 +114,12 @@ def _validated(kind: type[S], values: dict[str, Any], flags: dict[str, Any] | No
             raise FlagError(_expected(kind, key, f" {value}", program)) from None
         in_file = f"Its meaning: {meaning_of(kind.model_fields[key])}." if key in kind.file_only else ""
         raise first_error(refused, lambda key: in_file or f"See the help of --{flag_of(key)}.") from None
+
+
+def _is_no_number(value: Any, annotation: Any) -> bool:
+    """`none` for an optional number: TOML has no word of its own for it."""
+    is_number = NoneType in get_args(annotation) and {"INT", "FLOAT"} & {*type_text(annotation).split("|")}
+    return bool(is_number) and isinstance(value, str) and value.lower() == "none"
 
 
 # Flags

@@ -21,7 +21,7 @@ class WatchSettings(Settings):
     run: Path | None = None
     """run folder; default: the newest in runs/"""
     stopped_after_seconds: Annotated[float, Field(gt=0)] = watch.STOPPED_AFTER_SECONDS
-    """a run that has written nothing for this long counts as stopped, if it is unknown whether its process is there"""
+    """treat a run as stopped after this many seconds without output, if its process cannot be checked"""
 
 
 SETTINGS = WatchSettings

@@ -43,7 +43,7 @@ class Allowed:
 
     length_bias: float = 0.02
     staleness_mean: float | None = None
-    cohort_updates: int = 4  # the paper found 8 harmful
+    cohort_updates: int = 4
 
 
 class PlanSettings(SimulatedSettings):
@@ -54,7 +54,7 @@ class PlanSettings(SimulatedSettings):
     expectation: Expectation = "cold"
     """how well lengths are known in advance"""
     max_cohort_updates: Annotated[int, Field(ge=1)] = 4
-    """largest cohort allowed, in updates; the paper found 8 harmful"""
+    """largest cohort allowed, in updates; the paper found 8 harmful (not reproduced: docs/evidence.md)"""
     max_length_bias: Annotated[float, Field(ge=0)] = 0.02
     """largest relative bias allowed in trained lengths"""
     max_staleness_mean: Annotated[float | None, Field(ge=0)] = None

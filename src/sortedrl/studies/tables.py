@@ -31,8 +31,8 @@ def _hourly(f: Metrics) -> float:
 ANSWER: dict[str, Column] = {  # what decides, in 80 columns; tokens per second and gain include the learner's time
     "tokens/s": lambda f, base: digits(_hourly(f) / 3600, 4),
     "gain": _times("trained_tokens_per_hour"),
-    "empty\nslots": lambda f, base: f"{f['bubble']:.0%}",
-    "tokens\nwasted": lambda f, base: f"{f['waste']:.0%}",
+    "bubble": lambda f, base: f"{f['bubble']:.0%}",
+    "waste": lambda f, base: f"{f['waste']:.0%}",
     "mean\nstaleness": lambda f, base: f"{f['staleness_mean']:.2f}",
     "length\nbias": lambda f, base: f"{f['length_bias']:+z.0%}",
 }

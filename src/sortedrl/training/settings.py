@@ -128,8 +128,18 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     )
     not_here: ClassVar[Mapping[str, str]] = {"reuse_kv_cache": "write --engine-options reuse_kv_cache True"}
 
+    mode: str = "partial+elevator"
+    """schedule; `sortedrl simulate` compares them; your.module:Class is your own"""
+    updates: Annotated[int | None, Field(ge=1)] = 60
+    """stop after this many updates; none: train all epochs"""
+    out: Path | None = None
+    """run folder; default: runs/TIME-MODE-SEED"""
+    resume: Path | None = None
+    """run folder of an interrupted run to continue"""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
+    """seed of data order and sampling"""
     stream: bool = False
-    """the learner works on the coming update while the rest of it is generated; for servers with GPUs of their own"""
+    """the learner works on the coming update while the rest of it is generated; gains most when it has its own GPU"""
     stream_sms: Annotated[int | None, Field(ge=1)] = None
     """with stream and engine vllm on one GPU: while the engine drains, the learner uses this many of its SMs, such as
     96 of 132"""
@@ -142,8 +152,6 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     """probability that a prompt whose last group was filtered is loaded in the next epoch"""
     max_filtered_fraction: Annotated[float, Field(ge=0, le=1)] = Schedule().max_filtered_fraction
     """stop if more than this fraction of recent rollouts was filtered"""
-    updates: Annotated[int | None, Field(ge=1)] = 60
-    """stop after this many updates; None: train all epochs"""
     epochs: Annotated[int, Field(ge=1)] = 100
     """passes over the prompts"""
     eval_every: Annotated[int, Field(ge=0)] = 0
@@ -165,17 +173,9 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     """also send metrics there; metrics.jsonl is always written"""
     prometheus_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     """serve metrics for Prometheus on this port of localhost; 0: any free port"""
-    out: Path | None = None
-    """run folder; default: runs/TIME-MODE-SEED"""
-    mode: str = "partial+elevator"
-    """schedule; `sortedrl simulate` compares them; your.module:Class is your own"""
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
-    """seed of data order and sampling"""
     algorithm: AlgorithmSetting = "grpo"
     learning_rate: LearningRate = 3e-4
     warmup_updates: WarmupUpdates = 2
-    resume: Path | None = None
-    """run folder of an interrupted run to continue"""
 
     def check(self) -> None:
         super().check()
