@@ -1,6 +1,6 @@
 """`sortedrl bench`: measure the throughput of each schedule on a real engine."""
 
-from sortedrl.cli.output import around_code_of_others, line_log, print_json, table_console
+from sortedrl.cli.output import line_log, print_json, stdout_reserved_for_json, table_console
 from sortedrl.cli.workload import print_dry_run
 from sortedrl.studies import tables
 from sortedrl.studies.bench import BenchSettings, bench_schedule, bench_workload, run_bench
@@ -11,7 +11,7 @@ SETTINGS = BenchSettings
 def run(settings: BenchSettings) -> int:
     if settings.dry_run:
         return print_dry_run(settings, bench_schedule(settings), bench_workload(settings).prompts)
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         found = run_bench(settings, line_log(settings))
     if settings.json_output:
         return print_json(settings, found)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from sortedrl.cli.output import around_code_of_others, line_log, require_train_extra, table_console
+from sortedrl.cli.output import line_log, require_train_extra, stdout_reserved_for_json, table_console
 from sortedrl.cli.parse import validated
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.wording import counted
@@ -66,7 +66,7 @@ def run(settings: CompareSettings) -> int:
     refuse_other_folder(folder)
     if not settings.dry_run:
         require_train_extra()
-    with around_code_of_others(settings), _set_by(settings.study):
+    with stdout_reserved_for_json(settings), _set_by(settings.study):
         check_runs(study, folder, partial(_check_what_must_exist, asks_engine=not settings.dry_run))
     if settings.dry_run:
         return _print_plan(study, settings)

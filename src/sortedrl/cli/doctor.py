@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from sortedrl.cli.output import around_code_of_others, print_settings, require_train_extra, table_console
+from sortedrl.cli.output import print_settings, require_train_extra, stdout_reserved_for_json, table_console
 from sortedrl.models import BUILT_IN_MODEL
 from sortedrl.settings.base import Settings
 from sortedrl.settings.install_hint import install_hint
@@ -40,7 +40,7 @@ def run(settings: DoctorSettings) -> int:
     """Exit code 1 if the self-test failed."""
     if settings.dry_run:
         return print_settings(settings, {})
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         found = installation() | (self_test() if settings.full else {})
     if settings.json_output:
         print(json.dumps(found))

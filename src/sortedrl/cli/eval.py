@@ -2,19 +2,19 @@
 
 import json
 
-from sortedrl.cli.output import ProgressBar, around_code_of_others, line_log, print_settings, training_module
+from sortedrl.cli.output import ProgressBar, line_log, print_settings, stdout_reserved_for_json, training_module
 from sortedrl.training.settings import EvalSettings, check_what_must_exist
 
 SETTINGS = EvalSettings
 
 
 def run(settings: EvalSettings) -> int:
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
         return print_settings(settings, derived)
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         evaluate = training_module("evaluate")
         with ProgressBar("evaluating", quiet=settings.json_output) as progress:
             result = evaluate.evaluate_model(settings, line_log(settings), progress)

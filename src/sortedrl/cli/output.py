@@ -73,7 +73,7 @@ def console_of_run(settings: Settings, *, ends_with_reader: bool = True) -> Plai
 
 
 @contextmanager
-def around_code_of_others(settings: Settings) -> Iterator[None]:
+def stdout_reserved_for_json(settings: Settings) -> Iterator[None]:
     """What engines, tasks and their libraries print to stdout goes to stderr if stdout is JSON: vLLM prints its log
     there, and so may a task of the user. The descriptor is redirected, too, for C code and child processes."""
     if not settings.json_output:

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 
-from sortedrl.cli.output import around_code_of_others, line_log, print_settings
+from sortedrl.cli.output import line_log, print_settings, stdout_reserved_for_json
 from sortedrl.studies.profile import ProfileSettings, run_profile
 
 SETTINGS = ProfileSettings
@@ -12,7 +12,7 @@ SETTINGS = ProfileSettings
 def run(settings: ProfileSettings) -> int:
     if settings.dry_run:
         return print_settings(settings, {})
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         profile = run_profile(settings, line_log(settings))
     if settings.json_output:
         print(json.dumps(asdict(profile)))

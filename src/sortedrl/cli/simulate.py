@@ -127,4 +127,4 @@ def _gain(run_metrics: Mapping[str, Any], base: Mapping[str, Any]) -> float:
 
 def _hours(run_metrics: Mapping[str, Any]) -> str:
     hourly = run_metrics["trained_tokens_per_hour"]
-    return tables.digits(MILLION_TOKENS * 1e6 / hourly, 3) if hourly else "endless"
+    return tables.digits(MILLION_TOKENS * 1e6 / hourly, 3) if hourly else "infinitely many"

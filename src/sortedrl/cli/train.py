@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sortedrl.cli.main import discard
-from sortedrl.cli.output import around_code_of_others, console_of_run, print_schedule, training_module
+from sortedrl.cli.output import console_of_run, print_schedule, stdout_reserved_for_json, training_module
 from sortedrl.training.settings import (
     TrainSettings,
     changed_on_resume,
@@ -22,13 +22,13 @@ SETTINGS = TrainSettings
 def run(settings: TrainSettings) -> int:
     if settings.resume is not None:  # refuse a change before PyTorch is imported, which takes seconds
         changed_on_resume(settings, saved_settings(settings.resume))
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         context_tokens, whole_groups = settings.longest_context(), settings.wants_whole_groups()
         more = {"whole_groups": whole_groups, "context_tokens": context_tokens}
         return print_schedule(settings, schedule_of(settings), settings.slots * context_tokens, **more)
-    with around_code_of_others(settings):
+    with stdout_reserved_for_json(settings):
         trainer = training_module("trainer")
         console = console_of_run(settings, ends_with_reader=False)
         summary = trainer.train(settings, console.log, console)

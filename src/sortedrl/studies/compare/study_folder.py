@@ -79,7 +79,7 @@ class StudyRun:
         return any(self.folder.glob("checkpoints/update-*"))
 
     def settings_when_started(self) -> Settings:
-        """None if it was not, or they cannot be read: `sortedrl train --resume` compares them with its own."""
+        """Empty if it was not, or they cannot be read: `sortedrl train --resume` compares them with its own."""
         started: Settings = {}
         with suppress(OSError, ValueError, RecursionError):
             started = tomllib.loads(self.config.read_text(encoding="utf-8")) if self.folder.exists() else {}
