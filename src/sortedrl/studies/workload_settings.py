@@ -60,7 +60,7 @@ class LengthSettings(SettingsGroup):
     """standard deviation of log length within a prompt"""
     prompt_tokens: PromptTokens = 128
     max_response_tokens: Annotated[int | None, Field(ge=1)] = None
-    """cut responses here; default: where the run in --lengths did, or its longest one; without it 8192, in bench 800"""
+    """cut responses here; default: as the run in --lengths did, or the longest in a file; else 8192 (bench: 800)"""
 
     @cached_property
     def _replayed(self) -> ReplayedLengths | ReplayedEpisodes | None:
