@@ -21,7 +21,9 @@ def policy(count: int, version: int) -> Segment:
 def test_an_observation_is_a_segment_of_its_own_with_mask_0_and_no_version() -> None:
     response = rollout()
     response.append(policy(2, version=3))
-    response.observe([8, 9])
+    answer = [8, 9]
+    response.observe(answer)
+    answer.append(0)  # it stays the environment's
     response.append(policy(1, version=3))
     assert [(segment.version, len(segment)) for segment in response.segments] == [(3, 2), (ENVIRONMENT, 2), (3, 1)]
     assert response.tokens == [7, 7, 8, 9, 7]

@@ -5,7 +5,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
@@ -145,6 +145,32 @@ KINDS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+class KeepsItsLists(PacedEngine):
+    """Delivers its own record of each chunk, and fills the lists of a request again for the next one, if it `reuses`
+    them."""
+
+    def __init__(self, *, reuses: bool, kind: Callable[[list[Any]], Any] = list) -> None:
+        super().__init__(slots=2, length_of=lambda request: 2 + request.seed % 6)
+        self._reuses, self._kind = reuses, kind
+        self._lists: dict[int, Any] = {}
+        self.delivered: list[Any] = []
+
+    def _report(self) -> list[Change]:
+        return [self._in_its_lists(change) for change in super()._report()]
+
+    def _in_its_lists(self, change: Change) -> Change:
+        if not isinstance(change, Tokens):
+            return change
+        made, segment = self._kind(list(change.segment.tokens)), change.segment
+        logprobs = self._lists.setdefault(change.id, []) if self._reuses else []
+        logprobs[:] = segment.logprobs
+        if self._reuses and self._kind is list:
+            made = self._lists.setdefault(-1 - change.id, [])
+            made[:] = segment.tokens
+        self.delivered += [made, logprobs]
+        return change._replace(segment=Segment(made, logprobs, segment.version))
+
+
 def trained_by(
     engine: Engine, rollouts: int, per_update: int, mode: str = "partial", log: list[Any] | None = None, **changes: Any
 ) -> tuple[list[Rollout], list[Any], Controller]:
@@ -174,6 +200,22 @@ def test_tokens_may_come_in_any_kind_of_sequence(kind: str) -> None:
     for rollout in trained:
         assert {type(token) for token in rollout.tokens} == {int}
         assert {type(value) for value in rollout.logprobs} == {float}
+
+
+@pytest.mark.parametrize("reuses", [False, True])
+@pytest.mark.parametrize("kind", [list, lambda made: range(made[0], made[-1] + 1)])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_an_engine_may_keep_and_reuse_the_lists_that_it_delivers(reuses: bool, kind: Any, pooled: bool) -> None:
+    engine: Any = KeepsItsLists(reuses=reuses, kind=kind)
+    inner = engine
+    with closing(Pool([engine]) if pooled else ExitStack()) as pool:
+        engine = pool if pooled else engine
+        trained, _, _ = trained_by(engine, 9, per_update=3)
+        (response,) = generate(engine, [Request(99, Prompt("p", [1]), (), MOST, 5)])
+    for made in [*trained, response]:
+        assert made.logprobs == [-position - 1 for position in made.tokens]
+        assert list(made.tokens) == list(range(len(made.tokens))) and made.tokens
+    assert {len(values) for values in inner.delivered} == {1}, "the engine's lists grew"
 
 
 @pytest.mark.parametrize("mode", ["baseline", "on-policy", "partial"])

@@ -156,9 +156,8 @@ class CheckedEngine(ForwardingEngine):
         return change
 
     def _tokens(self, change: Tokens, request: _Submitted) -> Change:
-        segment = change.segment
-        if type(segment.tokens) is not range:  # a range is the simulator's
-            segment = plain(segment)
+        segment = plain(change.segment)
+        if segment is not change.segment:
             change = Tokens(change.id, change.at, segment)
             if fault := fault_of(segment):
                 raise ValueError(fault)
@@ -233,27 +232,29 @@ def fault_of(segment: Segment) -> str | None:
 
 
 def plain(segment: Segment) -> Segment:
-    """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. A range is the simulator's.
+    """The segment with Python's numbers in lists of its own: a checkpoint cannot hold arrays, the segments of a rollout
+    grow, and an engine may use its lists again. Ranges are the simulator's.
 
     Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and
     1, and an integer as version."""
-    if type(segment.tokens) is range:
-        return segment
     tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
-    if type(tokens) is not list or set(map(type, tokens)) - {int}:
-        tokens = _numbers(tokens, _integer, "a token id that is not an integer")
+    if type(tokens) is type(logprobs) is range:
+        return segment
+    tokens = _own(tokens, {int}, _integer, "a token id that is not an integer")
     if tokens and min(tokens) < 0:
         raise ValueError(f"token id {min(tokens)}, and ids count from 0")
-    if type(logprobs) is not list or set(map(type, logprobs)) - {float, int}:
-        logprobs = _numbers(logprobs, float, NO_LOGPROB)
+    logprobs = _own(logprobs, {float, int}, float, NO_LOGPROB)
     if mask is not None:
-        mask = _numbers(mask, _bit, "a mask that is not made of 0 and 1")
+        mask = _own(mask, set(), _bit, "a mask that is not made of 0 and 1")
     if type(version) is not int:
-        (version,) = _numbers([version], _integer, "a version that is not an integer")
+        (version,) = _own([version], set(), _integer, "a version that is not an integer")
     return Segment(tokens, logprobs, version, mask)
 
 
-def _numbers(values: Sequence[Any], convert: Callable[[Any], Any], fault: str) -> list[Any]:
+def _own(values: Sequence[Any], kinds: set[type], convert: Callable[[Any], Any], fault: str) -> list[Any]:
+    """A list of our own; values of these kinds are taken as they are."""
+    if type(values) is list and not set(map(type, values)) - kinds:
+        return values[:]
     try:
         return [convert(value) for value in values]
     except (TypeError, ValueError, OverflowError):

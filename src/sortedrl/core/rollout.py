@@ -76,9 +76,9 @@ class Segment:
 
     def copy(self) -> Segment:
         """A copy that shares no list."""
-        if type(self.tokens) is range:
+        if type(self.tokens) is type(self.logprobs) is range:
             return self
-        return Segment(self.tokens[:], self.logprobs[:], self.version, None if self.mask is None else self.mask[:])
+        return Segment([*self.tokens], [*self.logprobs], self.version, None if self.mask is None else [*self.mask])
 
 
 @dataclass(slots=True, eq=False)
@@ -166,7 +166,8 @@ class Rollout:
         return [bit for segment in self.segments for bit in _mask_of(segment)]
 
     def append(self, segment: Segment) -> None:
-        """Add tokens of the policy at the end. Tokens of the same version extend the last segment."""
+        """Add tokens of the policy at the end. The segment is the rollout's from now on: tokens of the same version
+        extend its lists."""
         added = len(segment.tokens)
         if not added:
             return
@@ -194,7 +195,7 @@ class Rollout:
         if not self.segments or self.segments[-1].is_environment or not len(tokens):
             raise ValueError(f"rollout {self.id}: an observation has tokens, and a turn of the policy comes before it")
         self.length += len(tokens)
-        self.segments.append(Segment(tokens, [0.0] * len(tokens), ENVIRONMENT))
+        self.segments.append(Segment(tokens[:], [0.0] * len(tokens), ENVIRONMENT))
 
     def drop_tokens(self) -> int:
         """Drop all tokens; returns how many the policy had sampled."""

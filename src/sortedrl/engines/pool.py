@@ -275,6 +275,8 @@ class Pool(EngineBase):
                 _log.warning("engine %d reports %s for a request that it does not have", member.place, change)
                 continue
             if isinstance(change, Tokens):
+                with suppress(ValueError):  # a segment of unequal parts: the scheduler says so
+                    change = change._replace(segment=change.segment.copy())  # its engine may use the lists again
                 entry.tokens.extend(change.segment.tokens)
                 entry.logprobs.extend(change.segment.logprobs)
             elif isinstance(change, RequestStarted):
