@@ -116,6 +116,9 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
     "a version that is text": (at_start(tokens, [-1.0], version="0"), "version"),
     "a segment that changed": (after(RequestStarted, lambda c: cut_short(tokens(c, [-1.0]))), "log-probabilities"),
     "no time": (after(RequestStarted, lambda c: c._replace(at=None)), "at None"),
+    "a time that is no number": (after(RequestStarted, lambda c: c._replace(at=NAN)), "a change at nan"),
+    "the end of time": (after(RequestStarted, lambda c: c._replace(at=float("inf"))), "a change at inf"),
+    "a time to come": (after(RequestStarted, lambda c: c._replace(at=c.at + 1e4)), ", when its clock read "),
 }
 
 

@@ -3,7 +3,7 @@ every token may be trained on."""
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from operator import index
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from sortedrl.core.wording import kind_of
 KINDS = frozenset(get_args(Change))
 HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
 LOWEST_LOGPROB = -1e4  # far below any token that was sampled, and far from overflow in the learner's float32
+MOST_SECONDS_AHEAD = 1.0  # of the engine's clock: one that is put together from several may be a little off
 NO_LOGPROB = f"a log-probability that is not a finite number from {LOWEST_LOGPROB:g} to 0"
 _log = logging.getLogger(__name__)
 
@@ -92,10 +93,12 @@ class CheckedEngine(ForwardingEngine):
             self._leave(id)
         return changes
 
-    def _checked(self, changes: Iterable[Change]) -> list[Change]:
+    def _checked(self, changes: Sequence[Change]) -> list[Change]:
         passed: list[Change] = []
         broken: dict[int, str] = {}  # by request id: what is wrong
         running, checks = self._submitted, self._checks
+        clock = self.inner.now() if changes else 0.0
+        latest = clock + MOST_SECONDS_AHEAD
         for change in changes:
             request = running.get(change.id)
             if request is None:
@@ -104,6 +107,8 @@ class CheckedEngine(ForwardingEngine):
                 try:
                     if type(change.at) is not float and not isinstance(change.at, Real):
                         raise ValueError(f"a change at {change.at!r}, which is not a time")
+                    if not change.at <= latest:  # or NaN
+                        raise ValueError(f"a change at {change.at!r}, when its clock read {clock:g}")
                     checked = checks[type(change)](change, request)
                 except ConfigurationError:
                     raise
@@ -117,7 +122,7 @@ class CheckedEngine(ForwardingEngine):
                 later = checked_changes(self.inner, "abort", self.inner.abort(list(broken)))
             except EngineDied:  # it raises this at the next call, too: what came before is not lost
                 later = []
-            passed += self._checked(change for change in later if change.id not in broken)
+            passed += self._checked([change for change in later if change.id not in broken])
             for id, fault in broken.items():
                 self._leave(id)
                 passed.append(RequestBroken(id, self.inner.now(), fault))
