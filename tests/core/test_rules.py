@@ -835,9 +835,15 @@ def test_april_keeps_slots_full_and_resumes_first() -> None:
 
 def test_tail_batching_sets_long_prompts_aside_for_a_round_of_their_own() -> None:
     """Rounds of 4 start 5. Every fifth prompt is long: after four short rounds four are set aside, and a long round
-    runs exactly those."""
+    runs exactly those, and loads none."""
     lengths = [1, 1, 1, 1, 9] * 6
     result = run("tail-batching", lengths, slots=8, rollouts_per_update=4)
+    steps = [
+        getattr(event, "rollouts", 0) for event in result.events if isinstance(event, events.Loaded | events.Updated)
+    ]
+    assert [step if isinstance(step, int) else "update" for step in steps[:11]] == [
+        *([5, "update"] * 4), "update", 5, "update",
+    ]  # fmt: skip
     assert [len(started_in(result, harvest)) for harvest in range(5)] == [5, 5, 5, 5, 4]
     assert result.lengths[:5] == [[1] * 4] * 4 + [[9] * 4]
     assert all(rollout.versions == [4] * 9 for rollout in result.batches[4])

@@ -284,12 +284,12 @@ class Controller:
 
     def _start_harvest(self) -> None:
         s = self._state
+        s.long_round = None  # a new round: what it loads depends on its kind
         self.update_engine()
         self._generation.load()
         self.mark_phase("harvest")
         self.mark(events.HarvestBegan, s.harvests, s.version)
         s.harvests += 1
-        s.long_round = None
         s.learning = False
         s.must_finish = due_and_incomplete(s)
         if self.strategy.reorders or s.must_finish or self.schedule.whole_groups:
