@@ -1,9 +1,15 @@
-"""A reward that is slower than the engine: rollouts without a score must not pile up without bound."""
+"""Rewards that are slower than the engine: rollouts without a score must not pile up without bound. And scores that are
+lost, or do not say of which attempt they are."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from sortedrl.core import Controller, Prompt, Prompts, Rollout, Schedule, events
+from paced import PacedEngine
+from sortedrl.core import Controller, Prompt, Prompts, Rollout, Schedule, ScoreAtOnce, events
 from sortedrl.core.events import Event, EventLog
+from sortedrl.core.scoring import Score
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.simulated_loop import SimulatedScorer
 from sortedrl.engines.step_time import linear
@@ -77,3 +83,64 @@ def test_rollouts_without_a_score_are_bounded(whole_groups: bool) -> None:
 
 def test_a_reward_that_keeps_up_holds_nothing_back() -> None:
     assert backlog_of(64, 1.0).unscored <= UPDATE
+
+
+class Unreliable(ScoreAtOnce):
+    """Loses the score of rollout 3 so many times, and does not count it; changes the others."""
+
+    def __init__(self, losses: int, **changes: Any) -> None:
+        super().__init__(lambda rollout: 1.0)
+        self._losses, self._changes = losses, changes
+
+    def submit(self, rollout: Rollout) -> None:
+        is_lost = rollout.id == 3 and self._losses > 0
+        self._losses -= is_lost
+        if not is_lost:
+            super().submit(rollout)
+
+    def collect(self) -> list[Score]:
+        return [score._replace(**self._changes) for score in super().collect()]
+
+
+def scored_by(scorer: ScoreAtOnce, engine: Any, mode: str = "partial") -> tuple[list[Rollout], dict[int, str]]:
+    """The rollouts that are trained on, and the reasons of rejections."""
+    log: list[Event] = []
+    schedule = Schedule(
+        mode=mode, rollouts_per_update=4, prompts_per_cohort=8, max_response_tokens=5, score_wait_seconds=0.2
+    )
+    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(16)])
+    controller = Controller(engine, prompts, scorer, schedule, log=EventLog(log.append))
+    trained: list[Rollout] = []
+    for batch in controller:
+        trained += batch
+        controller.publish()
+    return trained, {event.rollout: event.reason for event in log if isinstance(event, events.Rejected)}
+
+
+MODES = ["baseline", "cohort-at-once", "on-policy", "partial", "partial+elevator", "tail-batching"]
+
+
+def paced() -> PacedEngine:
+    return PacedEngine(slots=4, length_of=lambda request: 2)
+
+
+def simulated() -> SimulatedEngine:
+    return SimulatedEngine(slots=4, step_time=linear(1.0, 0.0), length_of=lambda request: 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", [paced, simulated])
+def test_a_lost_score_costs_its_rollout_and_not_the_run(mode: str, engine: Callable[[], Any]) -> None:
+    trained, rejected = scored_by(Unreliable(1), engine(), mode)
+    assert sorted(rollout.id for rollout in trained) == list(range(16)) and not rejected
+    assert [rollout.id for rollout in trained if rollout.attempt] == [3]
+    trained, rejected = scored_by(Unreliable(99), engine(), mode)
+    assert sorted(rollout.id for rollout in trained) == [id for id in range(16) if id != 3]
+    assert rejected == {3: "no score in time, twice"}
+
+
+def test_a_score_without_its_attempt_is_that_of_the_only_one() -> None:
+    assert len(scored_by(Unreliable(0, attempt=None), paced())[0]) == 16
+    trained, rejected = scored_by(Unreliable(1, attempt=None), paced())
+    assert len(trained) == 15
+    assert rejected[3].endswith("it was regenerated: a scorer passes attempt=rollout.attempt")

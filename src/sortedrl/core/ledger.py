@@ -180,6 +180,8 @@ class Ledger:
         if rollout is None:
             return
         reward, error = scored.outcome()
+        if scored.attempt is None and rollout.attempt:  # it may be that of an earlier attempt
+            error = "no attempt in its score, but it was regenerated: a scorer passes attempt=rollout.attempt"
         if error is None:
             group = self.state.buffer.score(rollout, reward, scored.detail)
             self.log.append(events.Scored(self.clock.now(), rollout.id, reward))

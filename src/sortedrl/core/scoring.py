@@ -11,14 +11,15 @@ from sortedrl.core.user_values import as_reward
 class Score(NamedTuple):
     """`error`: why there is no reward, for example an exception or a timeout.
 
-    `attempt` is the rollout's when it was submitted: a score of an earlier attempt is ignored. `is_lost`: its
-    environment cannot bring back its turns, so it is regenerated; `counts` as in `Answer`."""
+    `attempt` is the rollout's when it was submitted: a score of an
+    earlier attempt is ignored. `is_lost`: its environment cannot bring back its turns, so it is regenerated; `counts`
+    as in `Answer`."""
 
     rollout_id: int
     reward: float | None
     detail: Any = None
     error: str | None = None
-    attempt: int = 0
+    attempt: int | None = None
     is_lost: bool = False
     counts: bool = True
 

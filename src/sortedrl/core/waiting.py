@@ -45,6 +45,11 @@ class LateScores:
         self._late: list[int] = []  # ids of the rollouts whose scores the harvest waits for
         self._since = 0.0
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether the harvest waits for them alone, and gives up at some time."""
+        return bool(self._late)
+
     def collect(self) -> None:
         for scored in self._scorer.collect():
             self._ledger.score(scored)
