@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from instant_environments import InstantEnvironments
 from paced import PacedEngine
-from sortedrl.core import Controller, Prompt, Prompts, Rollout, Schedule, ScoreAtOnce, events
+from sortedrl.core import Answer, Controller, Prompt, Prompts, Rollout, Schedule, ScoreAtOnce, events
 from sortedrl.core.events import Event, EventLog
 from sortedrl.core.scoring import Score
 from sortedrl.engines.simulated import SimulatedEngine
@@ -102,14 +103,16 @@ class Unreliable(ScoreAtOnce):
         return [score._replace(**self._changes) for score in super().collect()]
 
 
-def scored_by(scorer: ScoreAtOnce, engine: Any, mode: str = "partial") -> tuple[list[Rollout], dict[int, str]]:
+def scored_by(
+    scorer: ScoreAtOnce, engine: Any, mode: str = "partial", environments: Any = None
+) -> tuple[list[Rollout], dict[int, str]]:
     """The rollouts that are trained on, and the reasons of rejections."""
     log: list[Event] = []
     schedule = Schedule(
         mode=mode, rollouts_per_update=4, prompts_per_cohort=8, max_response_tokens=5, score_wait_seconds=0.2
     )
     prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(16)])
-    controller = Controller(engine, prompts, scorer, schedule, log=EventLog(log.append))
+    controller = Controller(engine, prompts, scorer, schedule, environments=environments, log=EventLog(log.append))
     trained: list[Rollout] = []
     for batch in controller:
         trained += batch
@@ -144,3 +147,15 @@ def test_a_score_without_its_attempt_is_that_of_the_only_one() -> None:
     trained, rejected = scored_by(Unreliable(1, attempt=None), paced())
     assert len(trained) == 15
     assert rejected[3].endswith("it was regenerated: a scorer passes attempt=rollout.attempt")
+
+
+class GivesSets(InstantEnvironments):
+    def submit(self, rollout: Rollout, call: int) -> None:
+        self._done.append(Answer(rollout.id, call, reward=1.0, detail={1, 2}))
+
+
+def test_a_detail_that_no_checkpoint_can_hold_names_who_gave_it() -> None:
+    with pytest.raises(TypeError, match=r"^the detail of Unreliable's score of rollout \d+ is a set \("):
+        scored_by(Unreliable(0, detail={1, 2}), paced())
+    with pytest.raises(TypeError, match=r"^the detail of GivesSets's score of rollout \d+ is a set \("):
+        scored_by(Unreliable(0), paced(), environments=GivesSets(lambda rollout: None))

@@ -1,17 +1,19 @@
 """Scoring runs in parallel with generation: a rollout is submitted when it finishes, its reward is collected later."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.user_values import as_reward
+from sortedrl.core.wording import kind_of
 
 
 class Score(NamedTuple):
     """`error`: why there is no reward, for example an exception or a timeout.
 
-    `attempt` is the rollout's when it was submitted: a score of an
+    `detail` is JSON-ready, since checkpoints have it. `attempt` is the rollout's when it was submitted: a score of an
     earlier attempt is ignored. `is_lost`: its environment cannot bring back its turns, so it is regenerated; `counts`
     as in `Answer`."""
 
@@ -29,6 +31,19 @@ class Score(NamedTuple):
             return as_reward(self.reward), self.error
         except (TypeError, ValueError) as unfit:
             return 0.0, self.error or str(unfit)
+
+
+def check_detail(giver: object, rollout_id: int, detail: Any) -> None:
+    """Raise a TypeError for what no checkpoint could hold."""
+    if detail is None:
+        return
+    try:
+        json.dumps(detail)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the detail of {type(giver).__name__}'s score of rollout {rollout_id} is {kind_of(detail)} ({error}): "
+            "make it of numbers, text, lists and dicts, as checkpoints are JSON"
+        ) from None
 
 
 class Scorer(Protocol):

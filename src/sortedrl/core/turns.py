@@ -36,7 +36,7 @@ from sortedrl.core import events
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout, State
 from sortedrl.core.schedule import Schedule
-from sortedrl.core.scoring import Score
+from sortedrl.core.scoring import Score, check_detail
 from sortedrl.core.waiting import poll_deadline, wait_briefly
 
 CANNOT_BRING_BACK = "its environment cannot bring back the turns so far"
@@ -181,6 +181,7 @@ class Turns:
             if answer.reward is None:
                 self._score(rollout)
             else:
+                check_detail(self._environments, rollout.id, answer.detail)
                 self._ledger.score(Score(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
         else:
             limit = limit_reached(self._schedule, rollout, len(answer.observation))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
-from sortedrl.core.scoring import Scorer
+from sortedrl.core.scoring import Scorer, check_detail
 from sortedrl.core.strategies.base import is_due
 
 SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine generates
@@ -52,6 +52,7 @@ class LateScores:
 
     def collect(self) -> None:
         for scored in self._scorer.collect():
+            check_detail(self._scorer, scored.rollout_id, scored.detail)
             self._ledger.score(scored)
 
     def settle(self, is_interrupted: Callable[[], bool]) -> None:
