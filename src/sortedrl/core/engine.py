@@ -41,6 +41,7 @@ class EngineBase(Engine):
     inside_seconds: float | None = None  # total time in the inference library's own code; the rest is overhead
     copies_weights: bool = False  # it never sees the learner's weights: `publish` without weights is an error
     has_own_device: bool = False  # the learner may compute while it generates, as beside the client of a server
+    virtual_time: bool = False  # its clock is simulated, so waiting costs nothing
     deliver_to: Callable[[Callable[[Sequence[Change]], None]], None] | None = None  # in place of `poll`: for a pool
 
     @property
@@ -70,6 +71,7 @@ class ForwardingEngine(EngineBase):
         self.slots = inner.slots
         self.copies_weights = getattr(inner, "copies_weights", False)
         self.has_own_device = getattr(inner, "has_own_device", False)
+        self.virtual_time = getattr(inner, "virtual_time", False)
 
     def now(self) -> float:
         return self.inner.now()

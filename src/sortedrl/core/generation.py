@@ -16,7 +16,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.strategies.decisions import StrategyError, batches_of, require_loading
 from sortedrl.core.streaming import Streaming
 from sortedrl.core.turns import Environments, Turns, limit_of_cut
-from sortedrl.core.waiting import LateScores, poll_deadline, wait_briefly
+from sortedrl.core.waiting import EnginePolls, LateScores, poll_deadline, wait_briefly
 
 OPEN, DRAIN, HELD_BACK = events.GATES
 
@@ -35,6 +35,7 @@ class Generation:
         group_filter: GroupFilter | None,
     ) -> None:
         self.engine = CheckedEngine(engine)
+        self._polls = EnginePolls(self.engine)
         self.scorer = scorer
         self.sampling = sampling
         self.ledger = ledger
@@ -111,7 +112,7 @@ class Generation:
         self.collect()
 
     def _poll(self, until: float | None) -> None:
-        apply(self.engine.poll(until), self.ledger, self._response_ended)
+        apply(self._polls.poll(until, self._buffer.running), self.ledger, self._response_ended)
 
     def _response_ended(self, rollout: Rollout, at: float, truncated: bool) -> None:
         rollout.has_environment = self.turns is not None

@@ -1,16 +1,26 @@
-"""Waiting for the work beside generation, scores and answers of environments, and what a harvest does about scores that
-do not come (docs/design.md, rule 8)."""
+"""Waiting for the engine, and for the work beside generation: scores and answers of environments. What a harvest does
+about scores that do not come (docs/design.md, rule 8)."""
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from sortedrl.core.engine_protocol import Change, Engine
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.rollout import Rollout
 from sortedrl.core.scoring import Scorer, check_detail
 from sortedrl.core.strategies.base import is_due
+from sortedrl.core.wording import counted
 
+POLL_SECONDS = 1.0  # the longest poll of an engine in real time before interrupts are checked
+EMPTY_POLL_PAUSE_SECONDS = 0.002  # after an engine that returned nothing before its time was up
+SILENCE_SECONDS = 300.0  # without any report, until the first warning
 SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine generates
 SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts are checked
+
+
+_log = logging.getLogger(__name__)
 
 
 class Awaited(Protocol):
@@ -35,6 +45,38 @@ def wait_briefly(awaited: Awaited, seconds: float) -> None:
     seconds = max(0.0, seconds)  # the clock may have passed the deadline since it was checked
     wakes_engine = getattr(awaited, "wakes_engine", False)
     awaited.wait(seconds if wakes_engine else min(seconds, SCORE_WAIT_STEP_SECONDS))
+
+
+class EnginePolls:
+    """In real time a poll is short, so that interrupts are noticed, and long silence is reported. Nothing is done about
+    it: an engine may report responses at their end only."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._in_virtual_time = getattr(engine, "virtual_time", False)
+        self._silence, self._warn_at = 0.0, SILENCE_SECONDS
+
+    def poll(self, until: float | None, inside: Mapping[int, object]) -> list[Change]:
+        """`inside`: what it has, by id, oldest first."""
+        if self._in_virtual_time:  # a deadline that nothing needs could change the events
+            return self._engine.poll(until)
+        began, soon = time.monotonic(), self._engine.now() + POLL_SECONDS
+        until = soon if until is None else min(until, soon)
+        changes = self._engine.poll(until)
+        if not changes and self._engine.now() < until:
+            time.sleep(EMPTY_POLL_PAUSE_SECONDS)
+        if changes or not inside:
+            self._silence, self._warn_at = 0.0, SILENCE_SECONDS
+        else:
+            self._silence += time.monotonic() - began  # the learner's steps between two polls are no silence
+        if self._silence >= self._warn_at:
+            self._warn_at *= 2
+            _log.warning(
+                f"the engine has reported nothing for {self._silence:.0f} s, with {counted(len(inside), 'request')} in "
+                f"it, number {next(iter(inside))} for longest. If it reports responses at their end only, they may be "
+                "long; else look at its log: it may have lost them. They start again after an interrupt and a resume"
+            )
+        return changes
 
 
 class LateScores:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from sortedrl.core.engine import Engine, Request, RequestFailed, RequestFinished, Tokens
 from sortedrl.core.engine_checks import checked_changes, plain
 from sortedrl.core.rollout import Segment
+from sortedrl.core.waiting import EnginePolls
 from sortedrl.core.wording import counted
 
 ATTEMPTS = 4  # per request
@@ -79,11 +80,12 @@ def _attempt(engine: Engine, awaited: dict[int, Response], deadline: float | Non
     for response in awaited.values():
         response.segments, response.failure = [], None
     engine.submit([response.request for response in awaited.values()])
+    polls = EnginePolls(engine)
     while awaited:
         if deadline is not None and engine.now() >= deadline:
             engine.abort(list(awaited))
             raise NotInTime(len(awaited))
-        for change in checked_changes(engine, "poll", engine.poll(deadline)):
+        for change in checked_changes(engine, "poll", polls.poll(deadline, awaited)):
             if change.id not in awaited:
                 continue
             if isinstance(change, Tokens):

@@ -11,6 +11,7 @@ from sortedrl.core.engine import Change, EngineBase
 class VirtualTimeEngine(EngineBase):
     """`poll` advances to the next end or failure of a request, but not past an alarm or the caller's deadline."""
 
+    virtual_time = True
     replicas: int = 1  # engines that share the slots
 
     def __init__(self) -> None:
