@@ -404,6 +404,28 @@ def test_a_response_that_fails_at_its_token_limit_is_regenerated() -> None:
     assert all(request.max_new_tokens == MOST for request in engine.submitted)
 
 
+class FinishesLate(PacedEngine):
+    """Reports ends later than the last tokens, one by one, and none to an abort."""
+
+    def _report(self) -> list[Change]:
+        changes = super()._report()
+        ends = [change for change in changes if isinstance(change, RequestFinished)]
+        others = [change for change in changes if change not in ends]
+        self._unreported = ends if others else ends[1:]
+        return others or ends[:1]
+
+    def abort(self, ids: Sequence[int]) -> list[Change]:
+        self._unreported.clear()
+        return super().abort(ids)
+
+
+def test_a_response_of_which_only_the_end_was_not_reported_is_regenerated() -> None:
+    engine = FinishesLate(slots=3, length_of=lambda request: MOST)
+    trained, _, _ = trained_by(engine, 6, per_update=1)
+    assert sorted(rollout.id for rollout in trained) == list(range(6))
+    assert min(request.max_new_tokens for request in engine.submitted) > 0
+
+
 @pytest.mark.parametrize("damage", [[[5], [None]], [[5], [float("nan")]], [[5, 6], [-1.0]]])
 def test_a_checkpoint_with_values_that_must_not_be_trained_on_restores(damage: list[Any]) -> None:
     plan = scenario("partial", [7, 1, 12, 2, 5, 5, 9, 1], slots=3, rollouts_per_update=3, prompts_per_cohort=8)

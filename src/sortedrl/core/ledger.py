@@ -147,7 +147,7 @@ class Ledger:
     def abort(self, rollout: Rollout, at: float) -> None:
         """The engine stopped it: it waits again, with its tokens if the mode keeps them."""
         made, length = self.clock.leave(rollout), rollout.length
-        dropped = self.state.buffer.put_back(rollout, keep=self.strategy.keeps_tokens, key=self.key)
+        dropped = self.state.buffer.put_back(rollout, keep=self._can_resume(rollout), key=self.key)
         self.log.append(events.Aborted(at, rollout.id, made, length, dropped))
         if dropped:
             self.release(rollout.id)
@@ -155,12 +155,15 @@ class Ledger:
     def fail(self, rollout: Rollout, at: float, reason: str, *, keep: bool) -> None:
         """The engine lost it: it waits again, or is rejected after `max_retries`. `keep`: its tokens are valid."""
         made = self.clock.leave(rollout)
-        can_resume = keep and self.strategy.keeps_tokens and self.state.schedule.room_for(rollout) > 0
-        dropped = self.state.buffer.put_back(rollout, keep=can_resume, key=self.key)
+        dropped = self.state.buffer.put_back(rollout, keep=keep and self._can_resume(rollout), key=self.key)
         self.log.append(events.Failed(at, rollout.id, made, dropped, reason))
         if dropped:
             self.release(rollout.id)
         self.may_try_again(rollout, reason)
+
+    def _can_resume(self, rollout: Rollout) -> bool:
+        """Without room for another token it cannot, as if its engine did not report the end."""
+        return self.strategy.keeps_tokens and self.state.schedule.room_for(rollout) > 0
 
     def may_try_again(self, rollout: Rollout, reason: str, *, counts: bool = True) -> bool:
         """Count a failure of it; after more than `max_retries` it is rejected."""
