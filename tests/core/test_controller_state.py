@@ -226,8 +226,21 @@ def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
         Run(scenario("april", LENGTHS, rollouts_per_update=2), state=state)
     with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 12 prompts, seed = 0"):
         Run(scenario("partial", LENGTHS[:-1], rollouts_per_update=2), state=state)
-    with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 13 prompts, seed = 1"):
+    with pytest.raises(ValueError, match="made with seed = 0, this run has 1: resume with 0"):
         Run(scenario("partial", LENGTHS, rollouts_per_update=2, seed=1), state=state)
+    with pytest.raises(ValueError, match="made with whole_groups = False, this run has True: resume with False"):
+        Run(scenario("partial", LENGTHS, rollouts_per_update=2, whole_groups=True), state=state)
+    of_an_older_version = {key: value for key, value in state.items() if key not in ("whole_groups", "seed")}
+    Run(scenario("partial", LENGTHS, rollouts_per_update=2, whole_groups=True), state=of_an_older_version)
+
+
+def test_a_resumed_run_with_a_filter_judges_the_groups_that_were_complete() -> None:
+    plan = scenario("partial", [3] * 9, slots=9, rollouts_per_update=2)
+    state = Run(plan).updates(1).checkpoint()
+    filtered = replace(plan, schedule=replace(plan.schedule, filter_groups="scenarios:keeps_two_of_three"))
+    second = Run(filtered, state=state).to_end()
+    assert not any(rollout.prompt.payload % 3 == 0 for batch in second.batches for rollout in batch)
+    assert second.all(events.Filtered)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"learner": {}, "controller": {"mode": "partial"}}, None, "state.json"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from random_runs import Case, Ending, Outcome, case_of, play
+from random_runs import Case, Ending, Outcome, case_of, play, resumed_with_other_settings
 from scenarios import scenario
 from schedule_rules import check_outcome
 from sortedrl.core import Event, Request, Rollout, events
@@ -13,6 +13,7 @@ from sortedrl.core.buffer import Buffer
 from sortedrl.core.generation import Generation
 
 SEEDS_PER_TEST = 50
+DROPS = (events.Regenerated, events.Rejected)
 QUICK_BLOCKS = 8  # the schedules with turns (test_turn_schedules.py) have the same faults, and more
 BLOCKS = [pytest.param(n, marks=[] if n < QUICK_BLOCKS else [pytest.mark.slow]) for n in range(14)]
 
@@ -36,6 +37,16 @@ def test_random_runs_that_are_resumed_with_other_slots_hold_to_the_rules() -> No
         check_outcome(outcome)
         changed += sum(isinstance(event, events.SlotsChanged) for event in outcome.raw)
     assert changed > 20
+
+
+def test_random_runs_that_are_resumed_with_other_settings_hold_to_the_rules() -> None:
+    """With those that may change: what they do not allow is regenerated or rejected, and every request has room."""
+    regenerated = 0
+    for seed in range(300):
+        outcome = play(resumed_with_other_settings(case_of(seed, with_turns=seed % 3 == 0)))
+        check_outcome(outcome)
+        regenerated += sum("the checkpoint has" in event.reason for event in outcome.raw if isinstance(event, DROPS))
+    assert regenerated > 100
 
 
 def test_random_runs_with_several_tokens_per_step_hold_to_the_rules() -> None:

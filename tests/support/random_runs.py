@@ -9,7 +9,7 @@ The same seed gives the same run, on any machine: `case_of` uses `random.Random(
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -52,6 +52,7 @@ class Case:
     saves: tuple[bool, ...]  # after update i, read in turn
     endings: tuple[Ending, ...]  # of each life; the one after the last ending goes on to its end
     slots_of_later_lives: tuple[int, ...] = ()  # by turns; empty: those of the scenario
+    settings_of_later_lives: tuple[dict[str, Any], ...] = ()  # by turns, what is different from the scenario's schedule
     deaths_in_pool: tuple[int, ...] | None = None  # calls after which an engine of a pool dies; None: one engine
     tokens_per_step: int = 1  # of one engine, for each request
 
@@ -192,6 +193,28 @@ def case_of(seed: int, *, with_turns: bool = False, with_filter: bool = False) -
     return Case(seed=seed, scenario=scenario, saves=saves, endings=endings)
 
 
+def resumed_with_other_settings(case: Case) -> Case:
+    """It is resumed three times, each time with other values of settings that may change."""
+    rng, schedule = random.Random(case.seed), case.scenario.schedule
+
+    def others() -> dict[str, Any]:
+        other = _schedule(rng, schedule.mode)
+        free = {"max_context_tokens": rng.randint(1, 30), "max_turns": rng.randint(1, 3), "count_observations": True}
+        free |= {name: getattr(other, name) for name in _MAY_CHANGE} | {"max_prompt_tokens": rng.choice((None, 1, 2))}
+        size = free["rollouts_per_update"]
+        free["prompts_per_cohort"] = rng.choice((None, size, size + 4))
+        return {"rollouts_per_update": size, "prompts_per_cohort": size} | {
+            name: value for name, value in free.items() if rng.random() < 0.6 or schedule.mode == "async-pool"
+        }
+
+    endings = tuple(Ending(rng.randint(5, 60), dies=rng.random() < 0.3) for _ in range(3))
+    return replace(case, saves=(True,), endings=endings, settings_of_later_lives=tuple(others() for _ in range(3)))
+
+
+_MAY_CHANGE = ("rollouts_per_update", "oversubscribe", "max_staleness", "max_response_tokens", "max_wait_updates")
+_MAY_CHANGE += ("max_retries", "score_wait_seconds", "overlap")
+
+
 def _schedule(rng: random.Random, mode: str) -> Schedule:
     keeps_tokens = STRATEGIES[mode].keeps_tokens
     per_prompt, per_update = rng.randint(1, 4), rng.randint(1, 8)
@@ -316,9 +339,9 @@ class Player:
             )
             kind = MortalPool if deaths is not None else MortalEngine if self.case.tokens_per_step == 1 else Drafting
             engine_type = type("EndingEngine", (kind,), {"ending": ending, **more})
-            life = Run(
-                self._scenario(place), state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type
-            )
+            scenario = self._scenario(place)
+            self._note_settings(scenario.schedule)
+            life = Run(scenario, state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type)
             engine: Any = life.engine
             engine.interrupt = life.controller.interrupt
             engine.calls = 0  # loading the weights of the checkpoint does not count
@@ -339,8 +362,20 @@ class Player:
         return self.outcome
 
     def _scenario(self, life: int) -> Scenario:
-        others = self.case.slots_of_later_lives
-        return replace(self.case.scenario, slots=others[life % len(others)]) if life and others else self.case.scenario
+        slots, settings = self.case.slots_of_later_lives, self.case.settings_of_later_lives
+        scenario = self.case.scenario
+        if life and slots:
+            scenario = replace(scenario, slots=slots[life % len(slots)])
+        if self.state is not None and settings:
+            schedule = replace(scenario.schedule, **settings[life % len(settings)])
+            scenario = replace(scenario, schedule=schedule)
+        return scenario
+
+    def _note_settings(self, schedule: Schedule) -> None:
+        if self.state is not None and self.case.settings_of_later_lives:
+            changed = events.SettingsChanged(self.outcome.raw[-1].at, asdict(schedule))
+            self.outcome.raw.append(changed)
+            self.outcome.log.append(changed)
 
     def _live(self, life: Run) -> None:
         saves = self.case.saves

@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from random_runs import Outcome
+from random_runs import Case, Outcome
 from scenarios import Scenario
-from sortedrl.core import STRATEGIES, Batch, Event, Rollout, events
+from sortedrl.core import STRATEGIES, Batch, Event, Rollout, Schedule, events
 from sortedrl.core.strategies.paper import CohortAtOnce, Partial
 from sortedrl.core.strategies.peers import AsyncPool
 from sortedrl.log.reading import without_rolled_back
@@ -96,6 +96,10 @@ class Replay:
         self.version = 0
         self.updates = 0
         self.trained: list[int] = []
+        self.most_retries = self.schedule.max_retries
+        self.may_drop: tuple[str, ...] = (
+            (WAITING,) if scenario.turns else ()
+        )  # resumed, and something is not allowed now
         self.last_judged = -1  # the rollout that was scored or rejected last
 
     def apply(self, event: Event) -> None:
@@ -105,6 +109,10 @@ class Replay:
             case events.RunBegan() | events.SlotsChanged():
                 assert event.slots != self.slots
                 self.slots = event.slots
+            case events.SettingsChanged():
+                self.schedule = Schedule(**event.changes)
+                self.most_retries = max(self.most_retries, self.schedule.max_retries)
+                self.may_drop = (WAITING, READY, RETURNING)
             case events.Loaded():
                 self._load(event)
             case events.Submitted():
@@ -118,7 +126,7 @@ class Replay:
             case events.EnvironmentFailed():
                 rollout = self._in_state(event.rollout, ENVIRONMENT)
                 rollout.environment_failures += 1
-                assert rollout.environment_failures <= 2 * self.schedule.max_retries + 2 and event.reason
+                assert rollout.environment_failures <= 2 * self.most_retries + 2 and event.reason
             case events.Finished() if self.rollouts[event.rollout].state == ENVIRONMENT:
                 rollout = self.rollouts[event.rollout]
                 assert (event.made, event.length) == (0, rollout.length)
@@ -129,13 +137,12 @@ class Replay:
                 rollout = self._in_state(event.rollout, FINISHED)
                 rollout.state, rollout.reward = READY, event.reward
             case events.Regenerated():
-                waits = (WAITING,) if self.scenario.turns else ()  # resumed, and its environment lost its turns
-                rollout = self._in_state(event.rollout, FINISHED, READY, ENVIRONMENT, RETURNING, *waits)
+                rollout = self._in_state(event.rollout, FINISHED, READY, ENVIRONMENT, RETURNING, *self.may_drop)
                 assert event.dropped == rollout.sampled and event.reason
                 rollout.drop(event.dropped)
                 rollout.state, rollout.reward = WAITING, None
             case events.Rejected():
-                rollout = self._in_state(event.rollout, WAITING, FINISHED, ENVIRONMENT)
+                rollout = self._in_state(event.rollout, WAITING, FINISHED, ENVIRONMENT, *self.may_drop)
                 assert event.dropped == rollout.sampled and event.reason
                 rollout.state = REJECTED
             case events.Skipped():
@@ -237,7 +244,7 @@ class Replay:
             assert event.length == rollout.length
         else:
             rollout.failures += 1
-            assert rollout.failures <= self.schedule.max_retries + 1 and event.reason
+            assert rollout.failures <= self.most_retries + 1 and event.reason
         assert event.dropped == (0 if self.strategy.keeps_tokens else rollout.sampled)
         rollout.drop(event.dropped)
         rollout.state = WAITING
@@ -351,14 +358,14 @@ def check_batches(outcome: Outcome, replay: Replay) -> None:
         assert (update.update, update.version) == (batch.update, batch.version)
         assert update.rollouts == tuple(rollout.id for rollout in batch)
         assert list(update.lengths) == sorted(map(len, batch)), "not shortest first"
-        _check_rollouts(batch, outcome.case.scenario, replay)
+        _check_rollouts(batch, outcome.case, replay)
 
 
-def _check_rollouts(batch: Batch, scenario: Scenario, replay: Replay) -> None:
+def _check_rollouts(batch: Batch, case: Case, replay: Replay) -> None:
     of_group: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for rollout in batch:
         known = replay.rollouts[rollout.id]
-        check_tokens(rollout, scenario)
+        check_tokens(rollout, None if case.settings_of_later_lives else case.scenario)
         assert (rollout.prompt.id, rollout.index_in_group, rollout.cohort) == (
             known.prompt,
             known.index_in_group,
@@ -371,11 +378,15 @@ def _check_rollouts(batch: Batch, scenario: Scenario, replay: Replay) -> None:
         assert len({prompt for prompt, _ in members}) == 1 and len(set(members)) == len(members)
 
 
-def check_tokens(rollout: Rollout, scenario: Scenario) -> None:
-    """Its tokens are those of its turns and its environment's answers, in order, each with what belongs to it."""
-    mask = [bit for is_policy, count in scenario.shape(rollout) for bit in [int(is_policy)] * count]
+def check_tokens(rollout: Rollout, scenario: Scenario | None) -> None:
+    """Its tokens are those of its turns and its environment's answers, in order, each with what belongs to it. Without
+    a scenario, it is not known which limits ended it."""
+    mask = rollout.mask
+    if scenario is not None:
+        mask = [bit for is_policy, count in scenario.shape(rollout) for bit in [int(is_policy)] * count]
+        assert rollout.policy_length <= scenario.schedule.max_response_tokens
     assert rollout.mask == mask and len(rollout) == len(mask) == len(rollout.versions)
-    assert rollout.policy_length == sum(mask) <= scenario.schedule.max_response_tokens
+    assert rollout.policy_length == sum(mask)
     assert rollout.tokens == list(range(len(mask)))
     assert rollout.logprobs == [-(position + 1) * bit for position, bit in enumerate(mask)]
 

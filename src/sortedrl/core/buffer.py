@@ -120,6 +120,10 @@ class Buffer:
         """Complete groups behind the current gate, first completed first."""
         return self.here.ready_groups.values()
 
+    def ready_groups(self) -> list[Group]:
+        """All complete groups."""
+        return [group for gate in self.gates.values() for group in gate.ready_groups.values()]
+
     def group_of(self, rollout: Rollout) -> Group:
         return self._groups[rollout.id]
 

@@ -16,11 +16,14 @@ from sortedrl.core.generation import Generation
 from sortedrl.core.ledger import Ledger
 from sortedrl.core.prompts import Prompts
 from sortedrl.core.rollout import Prompt, Rollout, Segment, State
-from sortedrl.core.strategies.base import Sweep
+from sortedrl.core.schedule import Schedule
+from sortedrl.core.strategies.base import SchedulerState, Sweep, updates_left
+from sortedrl.core.turns import limit_of_cut
 from sortedrl.core.wording import counted
 
 _PLAIN_FIELDS = [f.name for f in fields(Rollout) if f.init and f.name not in ("prompt", "state", "segments")]
 _LOADER_COUNTS = ("next_id", "prompts_loaded", "cohorts_loaded")
+_MUST_STAY = ("rollouts_per_prompt", "whole_groups", "seed")  # of the settings
 _log = logging.getLogger(__name__)
 
 
@@ -30,7 +33,7 @@ def saved(generation: Generation) -> dict[str, Any]:
     s = ledger.state
     return {
         "mode": ledger.strategy.name,
-        "rollouts_per_prompt": s.schedule.rollouts_per_prompt,
+        **{name: getattr(s.schedule, name) for name in _MUST_STAY},
         "slots": s.slots,
         "buffer": _saved_buffer(s.buffer),
         "prompts": saved_cursor(s.prompts),
@@ -61,9 +64,10 @@ def restore(state: dict[str, Any], generation: Generation) -> None:
     restore_cursor(s.prompts, state["prompts"])
     s.expectation.restore(state["expectation"])
     _restore_buffer(state["buffer"], ledger)  # after all that the order of waiting rollouts depends on
+    generation.loader.reject_too_long(s.buffer.live.values())
+    _regenerate_invalid(ledger)
     if sampling is not None:
         sampling.restore(state.get("filter"))  # sortedrl 0.2 had no filter
-    _regenerate_invalid(ledger)
     if turns is not None:
         turns.restore(state["environments"])
     if state.get("slots", s.slots) != s.slots:  # older checkpoints do not have it
@@ -115,11 +119,10 @@ def _restore_buffer(state: dict[str, Any], ledger: Ledger) -> None:
 
 
 def _regenerate_invalid(ledger: Ledger) -> None:
-    """Drop the tokens of restored rollouts that must not be trained on."""
+    """Drop the tokens of restored rollouts that must not be trained on, or that the settings of now do not allow."""
     reasons: list[str] = []
     for rollout in list(ledger.state.buffer.live.values()):
-        fault = _invalid_part(rollout, ledger.state.version)
-        if fault is not None:
+        if fault := _invalid_part(rollout, ledger.state.version) or _beyond_limits(rollout, ledger.state):
             ledger.regenerate(rollout, f"the checkpoint has {fault}")
             reasons.append(f"rollout {rollout.id}, {fault}")
     if reasons:
@@ -170,18 +173,18 @@ def _prompts_of_saved(buffer: dict[str, Any], prompts: Prompts, rollouts_per_pro
     return {name: taken[place] for name, place in place_of.items()}
 
 
-def check_state(state: Any, mode: str, rollouts_per_prompt: int) -> None:
-    """Raise a ValueError if `state` is not the controller's, or that of a run with another mode or group size."""
+def check_state(state: Any, mode: str, schedule: Schedule) -> None:
+    """Raise a ValueError if `state` is not the controller's, or that of a run with other settings that must stay."""
     if not isinstance(state, dict) or not {"mode", "version"} <= state.keys():
         found = f"a {type(state).__name__} with {[*state]}" if isinstance(state, dict) else repr(state)
         raise ValueError(f"not a state of a controller: {found[:200]}. Pass what controller.state() returned")
     if state["mode"] != mode:
         raise ValueError(f"the checkpoint was made in mode {state['mode']}, this run is {mode}")
-    made = state.get("rollouts_per_prompt", rollouts_per_prompt)  # older checkpoints do not have it
-    if made != rollouts_per_prompt:
-        raise ValueError(
-            f"the checkpoint was made with rollouts_per_prompt = {made}, this run has {rollouts_per_prompt}"
-        )
+    for name in _MUST_STAY:
+        own = getattr(schedule, name)
+        made = state.get(name, own)  # older checkpoints do not have all of them
+        if made != own:
+            raise ValueError(f"the checkpoint was made with {name} = {made}, this run has {own}: resume with {made}")
 
 
 def _invalid_part(rollout: Rollout, version: int) -> str | None:
@@ -191,3 +194,18 @@ def _invalid_part(rollout: Rollout, version: int) -> str | None:
     if newest > version:
         return f"tokens of version {newest}, and the newest is {version}"
     return next((fault for segment in rollout.segments if (fault := fault_of(segment))), None)
+
+
+def _beyond_limits(rollout: Rollout, s: SchedulerState) -> str | None:
+    """What of a restored rollout the settings of now do not allow; None if they allow all."""
+    schedule, group, oldest = s.schedule, s.buffer.group_of(rollout), rollout.oldest_version
+    if oldest is None:
+        return None
+    updates_before = 0 if group.gate == s.buffer.gate else updates_left(s.untrained_here, s.needed)
+    if schedule.max_staleness is not None and s.version + updates_before - oldest > schedule.max_staleness:
+        return f"tokens of version {oldest}, and max_staleness is {schedule.max_staleness}"
+    if schedule.room_for(rollout) < rollout.resumable:
+        return f"{rollout.length} tokens, too many for {limit_of_cut(schedule, rollout)}"
+    if schedule.max_turns is not None and rollout.observations >= schedule.max_turns:
+        return f"{rollout.observations + 1} turns, and max_turns is {schedule.max_turns}"
+    return None

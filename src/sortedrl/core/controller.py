@@ -345,7 +345,7 @@ class Controller:
         before. Else the first tokens raise a ConfigurationError."""
         if self._has_started:
             raise RuntimeError("this controller has started: restore before its first batch, into a new Controller")
-        check_state(state, self.strategy.name, self.schedule.rollouts_per_prompt)
+        check_state(state, self.strategy.name, self.schedule)
         self._clock.continue_from(last_time)
         self._has_started = True
         self._weights = self._unpublished = None

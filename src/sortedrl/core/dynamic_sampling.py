@@ -47,7 +47,7 @@ class DynamicSampling:
         """Filter the ready groups that are in no batch."""
         buffer = self._state.buffer
         taken = {group.id for batch in batches for group in batch}
-        for group in [group for gate in buffer.gates.values() for group in gate.ready_groups.values()]:
+        for group in buffer.ready_groups():
             if group.id not in taken:
                 self._discard(group, SURPLUS)
 
@@ -81,10 +81,12 @@ class DynamicSampling:
         self._ledger.forget_expectations(rollouts)
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Call it after the buffer was restored. None: sortedrl 0.2 had no filter."""
+        """Call it after the buffer was restored. None: there was no filter, so no group was judged."""
         if state is not None:
             self.filter.restore(state)
             self._note_decisions()
+        for group in self._state.buffer.ready_groups() if state is None else ():
+            self._judge(group)
         self.note_joined()
 
 

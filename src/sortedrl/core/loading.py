@@ -1,6 +1,6 @@
 """Loading: prompts become waiting rollouts. Also how many updates the prompts of a run give."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sortedrl.core import events
@@ -66,10 +66,12 @@ class PromptLoader:
         ]
         self.next_id += len(members)
         s.buffer.load(members, self._gate_of(cohort), whole_groups=schedule.whole_groups, key=self._ledger.key)
-        limit = self._limit_exceeded_by(len(prompt.tokens))
-        if limit:
-            for rollout in list(members):  # a copy: the group's own list shrinks with each rejection
-                self._ledger.reject(rollout, f"prompt of {len(prompt.tokens)} tokens, {limit}")
+        self.reject_too_long(members)
+
+    def reject_too_long(self, rollouts: Iterable[Rollout]) -> None:
+        for rollout in list(rollouts):  # a copy: a group's own list shrinks with each rejection
+            if limit := self._limit_exceeded_by(len(rollout.prompt.tokens)):
+                self._ledger.reject(rollout, f"prompt of {len(rollout.prompt.tokens)} tokens, {limit}")
 
     def _gate_of(self, cohort: int) -> int:
         return cohort if self._ledger.strategy.gated else 0

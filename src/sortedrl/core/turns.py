@@ -225,7 +225,8 @@ class Turns:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Call it after the buffer was restored, and `ask_again` when the log takes events."""
-        saved = [(self._buffer.live[int(id)], instance) for id, instance in state.items()]
+        live = self._buffer.live  # one whose prompt is too long for the settings of now was rejected
+        saved = [(live[int(id)], instance) for id, instance in state.items() if int(id) in live]
         self._lost = [
             rollout
             for rollout, instance in saved

@@ -59,7 +59,7 @@ class Recorder:
         if saved is None:
             make_room(self.path)
         else:
-            check_state(saved, controller.strategy.name, controller.schedule.rollouts_per_prompt)
+            check_state(saved, controller.strategy.name, controller.schedule)
             self._to_mark = recovered = self._recovered(saved, warn)
             self.count = saved["events"]
             for event in recovered.events:
