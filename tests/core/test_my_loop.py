@@ -180,6 +180,10 @@ def test_weights_published_before_a_restore_do_not_count(in_folder: Path) -> Non
     controller.publish(0)
     controller.restore(first["controller"].state())
     assert not controller.update_engine(), "the engine holds the weights of the checkpoint"
+    with pytest.raises(RuntimeError, match="publish was called twice after update 0"):
+        controller.publish(1)  # as before the checkpoint
+    second["engine"].update_weights(0, 1)
+    next(iter(controller))
     assert controller.publish(2) == 2
     second["recorder"].close()
 

@@ -336,7 +336,7 @@ class Controller:
 
     def state(self) -> dict[str, Any]:
         """A JSON-ready checkpoint. Raises an error while rollouts are in the engine."""
-        return saved(self._generation)
+        return saved(self._generation) | {"unpublished": self._unpublished}
 
     def restore(self, state: dict[str, Any], *, last_time: float = 0.0) -> None:
         """Continue from `state`, in a log whose last event that counts has the time `last_time`.
@@ -348,7 +348,7 @@ class Controller:
         check_state(state, self.strategy.name, self.schedule)
         self._clock.continue_from(last_time)
         self._has_started = True
-        self._weights = self._unpublished = None
+        self._weights, self._unpublished = None, state.get("unpublished")  # sortedrl 0.3 did not save it
         restore(state, self._generation)
         for rollout in self.buffer.unscored.values():
             self.scorer.submit(rollout)
