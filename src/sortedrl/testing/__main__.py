@@ -11,6 +11,7 @@ from typing import Any
 
 from sortedrl.core.errors import UserError
 from sortedrl.core.import_path import import_object
+from sortedrl.core.wording import counted
 from sortedrl.models import model_named
 from sortedrl.settings.base import literal
 from sortedrl.testing.engine_contract import EngineFactory, contract_spec, outcomes_of
@@ -31,11 +32,15 @@ def main(words: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"sortedrl.testing: {error}", file=sys.stderr)
         return 2
-    broken = 0
-    for rule, why in outcomes_of(factory, spec=spec, deterministic=given.deterministic):
-        broken += bool(why)
-        print(f"BROKEN  {rule}: {why}" if why else f"kept    {rule}", flush=True)
-    print(f"{broken} rule{'s' * (broken > 1)} broken" if broken else "all rules kept")
+    broken = unchecked = 0
+    for rule, why, skipped in outcomes_of(factory, spec=spec, deterministic=given.deterministic):
+        broken, unchecked = broken + bool(why), unchecked + bool(skipped)
+        print(
+            f"BROKEN  {rule}: {why}" if why else f"skipped {rule}: {skipped}" if skipped else f"kept    {rule}",
+            flush=True,
+        )
+    found = f"{counted(broken, 'rule')} broken" if broken else "all rules kept"
+    print(f"{found}, {unchecked} not checked" if unchecked else found)
     return int(broken > 0)
 
 
