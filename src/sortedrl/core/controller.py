@@ -54,6 +54,17 @@ _log = logging.getLogger(__name__)
 
 
 class Controller:
+    """Iterate over it for batches, and call `publish` after each. What may be passed by name:
+
+    environments   of rollouts with several turns
+    strategy       your own, in place of `schedule.mode`
+    filter_groups  your own, in place of `schedule.filter_groups`
+    expectation    of lengths; by default from those seen in this run
+    sampling       by default at temperature 1
+    log            by default only a `RejectionWatch`, which warns and may stop the run
+    max_updates    by default as many as the data gives
+    stream_to      gets parts of the coming batch before the others, such as `learner.accumulate`"""
+
     def __init__(
         self,
         engine: Engine,
@@ -61,14 +72,14 @@ class Controller:
         scorer: Scorer,
         schedule: Schedule,
         *,
-        environments: Environments | None = None,  # for rollouts of several turns
-        strategy: Strategy | None = None,  # your own instead of `schedule.mode`
-        filter_groups: Filter | None = None,  # your own instead of `schedule.filter_groups`
+        environments: Environments | None = None,
+        strategy: Strategy | None = None,
+        filter_groups: Filter | None = None,
         expectation: Expectation | None = None,
         sampling: Sampling | None = None,
-        log: EventLog | None = None,  # None: only a `RejectionWatch`, which warns and may stop the run
+        log: EventLog | None = None,
         max_updates: int | None = None,
-        stream_to: Accumulate | StreamedLearner | None = None,  # such as `learner.accumulate`
+        stream_to: Accumulate | StreamedLearner | None = None,
     ) -> None:
         check_parts(prompts=prompts, scorer=scorer, schedule=schedule, environments=environments, strategy=strategy)
         check_parts(expectation=expectation, sampling=sampling, log=log, stream_to=stream_to)
