@@ -7,8 +7,8 @@ A strategy holds settings only and decides by the `SchedulerState`. The controll
     may_start   may the head of the queue take the free slot?
     started     the head of the queue was started
     enough      is it time to harvest?
-    certain     ready groups that are sure to be in the coming update, which streaming gives to the learner early
     take        the update batches of this harvest, as lists of groups
+    certain     before that, only with streaming: the ready groups that are sure to be in them
 
 The base class has the rules that most schedules share: the cohort gate, load order, one update per harvest, and a
 staleness bound that is kept by waiting.
@@ -98,11 +98,6 @@ class SchedulerState:
         """Ready rollouts, in complete groups, behind the current gate."""
         return self.buffer.here.ready
 
-    @property
-    def has_later_data(self) -> bool:
-        """Whether an update that lacks rollouts can get them from a later cohort."""
-        return self.prompts.remaining > 0 or len(self.buffer.gates) > 1
-
 
 @dataclass(frozen=True)
 class Strategy:
@@ -189,13 +184,17 @@ class Strategy:
     def enough(self, s: SchedulerState) -> bool:
         return s.ready >= self.wanted(s) and not s.must_finish
 
-    def certain(self, s: SchedulerState) -> list[Group]:
-        """Ready groups that are in the coming update, however this harvest continues, first completed first.
+    def take(self, s: SchedulerState) -> list[list[Group]]:
+        """One batch: the ready groups that were complete first, up to what the update wants, and all that are due;
+        on-policy, all ready ones. These were `certain` before: who takes others overrides that, too, to be streamed."""
+        return [self.certain(s)]
 
-        On-policy, every ready group; otherwise those that are due, and the first others up to the need. None of them
-        can leave again: a complete group stays complete, the order is that of completion, and the need never falls
-        below the rollouts that are ready (if rollouts are rejected, it becomes all that are left). Older cohorts that
-        are not ready keep their places."""
+    def certain(self, s: SchedulerState) -> list[Group]:
+        """The groups of the coming batch that are ready already, however this harvest continues.
+
+        None of them can leave again: a complete group stays complete, the order is that of completion, and the need
+        never falls below the rollouts that are ready (if rollouts are rejected, it becomes all that are left). Older
+        cohorts that are not ready keep their places."""
         batch: list[Group] = []
         older_missing = [group for group in s.must_finish if is_of_older_cohort(group, s)]
         rollouts, room = 0, self.wanted(s) - sum(len(group.members) for group in older_missing)
@@ -204,10 +203,6 @@ class Strategy:
                 batch.append(group)
                 rollouts += len(group.members)
         return batch
-
-    def take(self, s: SchedulerState) -> list[list[Group]]:
-        """One batch. A strategy that takes another one must override `certain`, too, or cannot be streamed."""
-        return [self.certain(s)]
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
         """A rollout was started from the queue, where it had this key: note in `s` what later decisions depend on."""
@@ -219,7 +214,7 @@ class Strategy:
 
     def wanted(self, s: SchedulerState) -> int:
         """Rollouts that the coming update wants. With a filter, it gets them from the next cohort if need be."""
-        if self.gated and s.filters and s.has_later_data:
+        if self.gated and s.filters and (s.prompts.remaining or len(s.buffer.gates) > 1):
             return self.least(s)
         return update_size(self.reachable(s), s.needed)
 
