@@ -187,8 +187,13 @@ def test_no_checkpoint_is_taken_while_rollouts_are_in_the_engine() -> None:
     plan = scenario("april", LENGTHS, slots=3, rollouts_per_update=2, overlap=True, max_staleness=2)
     result = Run(plan)
     next(result.batches_in_turn())
-    with pytest.raises(RuntimeError, match="rollouts are in the engine: abort them before a checkpoint"):
+    with pytest.raises(RuntimeError, match=r"2 rollouts in the engine: save after publish\(\), which"):
         result.controller.state()
+    result.controller.publish()
+    assert result.checkpoint()
+    next(iter(result.controller))
+    result.controller.interrupt()
+    assert not list(result.controller) and result.checkpoint()
 
 
 @pytest.mark.parametrize("ready", [True, False])

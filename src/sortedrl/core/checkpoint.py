@@ -91,7 +91,10 @@ def restore_cursor(prompts: Prompts, state: dict[str, Any]) -> None:
 
 def _saved_buffer(buffer: Buffer) -> dict[str, Any]:
     if buffer.running:
-        raise RuntimeError(f"{len(buffer.running)} rollouts are in the engine: abort them before a checkpoint")
+        inside = counted(len(buffer.running), "rollout")
+        raise RuntimeError(
+            f"{inside} in the engine: save after publish(), which aborts them, or after the loop (interrupt() ends it)"
+        )
     return {
         "counts": [buffer.loaded, buffer.trained, buffer.rejected, buffer.filtered],
         "groups": [[group.id, group.gate, [rollout_state(m) for m in group.members]] for group in buffer.groups()],
@@ -119,10 +122,10 @@ def _restore_buffer(state: dict[str, Any], ledger: Ledger) -> None:
 
 
 def _regenerate_invalid(ledger: Ledger) -> None:
-    """Drop the tokens of restored rollouts that must not be trained on, or that the settings of now do not allow."""
+    """Drop the tokens of restored rollouts that must not be trained on."""
     reasons: list[str] = []
     for rollout in list(ledger.state.buffer.live.values()):
-        if fault := _invalid_part(rollout, ledger.state.version) or _beyond_limits(rollout, ledger.state):
+        if fault := _fault_in(rollout, ledger.state):
             ledger.regenerate(rollout, f"the checkpoint has {fault}")
             reasons.append(f"rollout {rollout.id}, {fault}")
     if reasons:
@@ -187,24 +190,22 @@ def check_state(state: Any, mode: str, schedule: Schedule) -> None:
             raise ValueError(f"the checkpoint was made with {name} = {made}, this run has {own}: resume with {made}")
 
 
-def _invalid_part(rollout: Rollout, version: int) -> str | None:
-    """What of a restored rollout must not be trained on, at the learner's `version`; None if all may. An older version
-    checked less of what an engine reports."""
-    newest = max((segment.version for segment in rollout.segments), default=0)
-    if newest > version:
-        return f"tokens of version {newest}, and the newest is {version}"
-    return next((fault for segment in rollout.segments if (fault := fault_of(segment))), None)
-
-
-def _beyond_limits(rollout: Rollout, s: SchedulerState) -> str | None:
-    """What of a restored rollout the settings of now do not allow; None if they allow all."""
-    schedule, group, oldest = s.schedule, s.buffer.group_of(rollout), rollout.oldest_version
-    if oldest is None:
+def _fault_in(rollout: Rollout, s: SchedulerState) -> str | None:
+    """What of a restored rollout must not be trained on; None if all may. An older version checked less of what engines
+    report, and the settings may be others now."""
+    if not rollout.segments:
         return None
-    updates_before = 0 if group.gate == s.buffer.gate else updates_left(s.untrained_here, s.needed)
+    oldest, newest = rollout.segments[0].version, max(segment.version for segment in rollout.segments)
+    if newest > s.version:
+        return f"tokens of version {newest}, and the newest is {s.version}"
+    if fault := next(filter(None, map(fault_of, rollout.segments)), None):
+        return fault
+    is_later = s.buffer.group_of(rollout).gate != s.buffer.gate
+    updates_before = updates_left(s.untrained_here, s.needed) if is_later else 0
+    schedule = s.schedule
     if schedule.max_staleness is not None and s.version + updates_before - oldest > schedule.max_staleness:
         return f"tokens of version {oldest}, and max_staleness is {schedule.max_staleness}"
-    if schedule.room_for(rollout) < rollout.resumable:
+    if schedule.room_for(rollout) < rollout.resumable:  # one that will be resumed needs room for a token
         return f"{rollout.length} tokens, too many for {limit_of_cut(schedule, rollout)}"
     if schedule.max_turns is not None and rollout.observations >= schedule.max_turns:
         return f"{rollout.observations + 1} turns, and max_turns is {schedule.max_turns}"
