@@ -184,17 +184,6 @@ class Buffer:
         self.running[rollout.id] = rollout
         return rollout, key
 
-    def resume(self) -> Rollout:
-        """Take the first of the returning rollouts."""
-        rollout = next(iter(self.returning.values()))
-        self.move(rollout, RUNNING)
-        return rollout
-
-    def finish(self, rollout: Rollout, *, truncated: bool) -> None:
-        """From the engine, or from its environment."""
-        rollout.truncated = truncated
-        self.move(rollout, FINISHED)
-
     def move(self, rollout: Rollout, state: State) -> None:
         """A rollout that is neither waiting nor ready."""
         del self._place_of[rollout.state][rollout.id]

@@ -101,7 +101,7 @@ class Generation:
             between_turns.wait(until)
         elif self.scorer.pending:
             wait_briefly(self.scorer, self._schedule.score_wait_seconds if until is None else until - self.engine.now())
-        elif until is not None or self.scores.are_awaited:
+        elif until is not None or self.scores.late:
             self._poll(self.engine.now() + self._schedule.score_wait_seconds if until is None else until)
         else:
             raise StrategyError(

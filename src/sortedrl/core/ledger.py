@@ -11,7 +11,7 @@ from typing import Any
 
 from sortedrl.core import events
 from sortedrl.core.batch import Batch
-from sortedrl.core.buffer import RUNNING, Group, Key
+from sortedrl.core.buffer import FINISHED, RUNNING, Group, Key
 from sortedrl.core.engine_protocol import Engine
 from sortedrl.core.events import EventLog
 from sortedrl.core.rollout import Rollout
@@ -120,7 +120,9 @@ class Ledger:
 
     def resume(self) -> Rollout:
         """The rollout whose environment answered first goes back to the engine. No strategy decides on it."""
-        return self._submit(self.state.buffer.resume())
+        rollout = next(iter(self.state.buffer.returning.values()))
+        self.state.buffer.move(rollout, RUNNING)
+        return self._submit(rollout)
 
     def _submit(self, rollout: Rollout) -> Rollout:
         rollout.expected = float(self.state.expected(rollout))  # an expectation may return any kind of number
@@ -140,7 +142,8 @@ class Ledger:
     def finish(self, rollout: Rollout, at: float, *, truncated: bool) -> None:
         """It ended in the engine, or in its environment."""
         made = self.clock.leave(rollout) if rollout.state is RUNNING else 0
-        self.state.buffer.finish(rollout, truncated=truncated)
+        rollout.truncated = truncated
+        self.state.buffer.move(rollout, FINISHED)
         self.log.append(events.Finished(at, rollout.id, made, rollout.length, truncated))
         self.state.expectation.observe(rollout)
 

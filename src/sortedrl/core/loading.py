@@ -69,21 +69,18 @@ class PromptLoader:
         self.reject_too_long(members)
 
     def reject_too_long(self, rollouts: Iterable[Rollout]) -> None:
+        """Those whose prompts are longer than the schedule allows, or leave no room for a response."""
+        longest, context = self._state.schedule.max_prompt_tokens, self._state.schedule.max_context_tokens
         for rollout in list(rollouts):  # a copy: a group's own list shrinks with each rejection
-            if limit := self._limit_exceeded_by(len(rollout.prompt.tokens)):
-                self._ledger.reject(rollout, f"prompt of {len(rollout.prompt.tokens)} tokens, {limit}")
+            tokens = len(rollout.prompt.tokens)
+            if longest is not None and tokens > longest:
+                self._ledger.reject(rollout, f"prompt of {tokens} tokens, max_prompt_tokens is {longest}")
+            elif context is not None and tokens >= context:
+                limit = f"max_context_tokens is {context}, for prompt and response together"
+                self._ledger.reject(rollout, f"prompt of {tokens} tokens, {limit}")
 
     def _gate_of(self, cohort: int) -> int:
         return cohort if self._ledger.strategy.gated else 0
-
-    def _limit_exceeded_by(self, prompt_tokens: int) -> str:
-        """Empty if the prompt is short enough."""
-        longest, context = self._state.schedule.max_prompt_tokens, self._state.schedule.max_context_tokens
-        if longest is not None and prompt_tokens > longest:
-            return f"max_prompt_tokens is {longest}"
-        if context is not None and prompt_tokens >= context:
-            return f"max_context_tokens is {context}, for prompt and response together"
-        return ""
 
 
 def updates_in_all(strategy: Strategy, schedule: Schedule, prompts: int, epochs: int) -> int:

@@ -35,8 +35,6 @@ class Score(NamedTuple):
 
 def check_detail(giver: object, rollout_id: int, detail: Any) -> None:
     """Raise a TypeError for what no checkpoint could hold."""
-    if detail is None:
-        return
     try:
         json.dumps(detail)
     except (TypeError, ValueError) as error:

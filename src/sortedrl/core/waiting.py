@@ -84,13 +84,8 @@ class LateScores:
         self._ledger = ledger
         self._scorer = scorer
         self._state = ledger.state
-        self._late: list[int] = []  # ids of the rollouts whose scores the harvest waits for
+        self.late: list[int] = []  # ids of the rollouts whose scores alone the harvest waits for
         self._since = 0.0
-
-    @property
-    def are_awaited(self) -> bool:
-        """Whether the harvest waits for them alone, and gives up at some time."""
-        return bool(self._late)
 
     def collect(self) -> None:
         for scored in self._scorer.collect():
@@ -127,12 +122,12 @@ class LateScores:
 
         Returns whether this happened."""
         s = self._state
-        if not (s.buffer.unscored or self._late):
+        if not (s.buffer.unscored or self.late):
             return False
         late = self._holding_up()
         ids = [rollout.id for rollout in late]
-        if ids != self._late:
-            self._late, self._since = ids, self._ledger.clock.now()
+        if ids != self.late:
+            self.late, self._since = ids, self._ledger.clock.now()
         if not late or self._ledger.clock.now() < self._since + s.schedule.score_wait_seconds:
             return False
         for rollout in late:
