@@ -42,7 +42,7 @@ def test_random_runs_that_are_resumed_with_other_slots_hold_to_the_rules() -> No
 def test_random_runs_that_are_resumed_with_other_settings_hold_to_the_rules() -> None:
     """With those that may change: what they do not allow is regenerated or rejected, and every request has room."""
     regenerated = 0
-    for seed in range(300):
+    for seed in (*range(300), 955):  # there the next cohort has rollouts that would be too old
         outcome = play(resumed_with_other_settings(case_of(seed, with_turns=seed % 3 == 0)))
         check_outcome(outcome)
         regenerated += sum("the checkpoint has" in event.reason for event in outcome.raw if isinstance(event, DROPS))

@@ -1,7 +1,7 @@
 """Engines that report nothing for long: an interrupt is noticed, the user is told, and no core is busy with waiting."""
 
-import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,56 +14,50 @@ from sortedrl.engines.lengths import ForcedLengths
 from sortedrl.engines.simulated import SimulatedEngine
 from sortedrl.engines.step_time import linear
 
+PROMPTS = [Prompt(f"p{i}", [1]) for i in range(4)]
+
 
 class Forgets(PacedEngine):
-    """Reports nothing more of one of its requests, and returns at once if it has nothing else."""
+    """Never reports request 2, and returns at once if it has nothing else. `interrupt` comes after 100 such polls."""
 
-    def __init__(self, forgotten: int) -> None:
-        super().__init__(slots=4, length_of=lambda request: 3)
-        self._forgotten = forgotten
-        self.deadlines: list[float] = []  # from now
+    empty_polls = 0
+    interrupt: Callable[[], None]
 
     def poll(self, until: float | None = None) -> list[Change]:
-        assert until is not None, "it would block for ever"
-        self.deadlines.append(until - self.now())
-        self._running.pop(self._forgotten, None)
-        return super().poll(until if self._running or self._queue else self.now())
+        assert until is not None and until - self.now() <= waiting.POLL_SECONDS
+        self._running.pop(2, None)
+        is_idle = not self._running and not self._queue
+        self.empty_polls += is_idle
+        if self.empty_polls == 100:
+            self.interrupt()
+        return super().poll(self.now() if is_idle else until)
 
 
 def controller_on(engine: Any) -> Controller:
     schedule = Schedule(mode="baseline", rollouts_per_update=4, prompts_per_cohort=4, max_response_tokens=5)
-    prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(4)])
-    return Controller(engine, prompts, ScoreAtOnce(lambda rollout: 1.0), schedule)
+    return Controller(engine, Prompts(PROMPTS), ScoreAtOnce(lambda rollout: 1.0), schedule)
 
 
-@pytest.mark.parametrize("seconds", [0.02, 300.0])
+@pytest.mark.parametrize(("seconds", "warnings"), [(0.02, range(2, 9)), (300.0, range(1))])
 def test_a_request_that_the_engine_forgets_is_reported_and_the_run_can_be_interrupted(
-    seconds: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    seconds: float, warnings: range, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waiting, "SILENCE_SECONDS", seconds)
-    engine = Forgets(2)
+    engine = Forgets(slots=4, length_of=lambda request: 3)
     controller = controller_on(engine)
+    engine.interrupt = controller.interrupt
     began, used = time.monotonic(), time.process_time()
-    poll = engine.poll
-
-    def poll_and_interrupt(until: float | None = None) -> list[Change]:
-        if time.monotonic() - began > 0.5:
-            controller.interrupt()
-        return poll(until)
-
-    engine.poll = poll_and_interrupt  # type: ignore[method-assign]
-    assert [len(batch) for batch in controller] == []
+    assert not list(controller)
     assert time.process_time() - used < (time.monotonic() - began) / 2, "it waits at full speed"
-    assert max(engine.deadlines) <= waiting.POLL_SECONDS
-    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert bool(said) == (seconds < 1) and len(said) <= 8, "at doubling intervals"
-    assert all(", with 1 request in it, number 2 for longest. " in line for line in said)
+    assert len(caplog.messages) in warnings, "at doubling intervals"
+    assert all(", with 1 request in it, number 2 for longest. " in line for line in caplog.messages)
 
 
 def test_an_evaluation_says_so_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(waiting, "SILENCE_SECONDS", 0.02)
+    requests = [Request(i, prompt, (), 5, i) for i, prompt in enumerate(PROMPTS)]
     with pytest.raises(NotInTime):
-        generate(Forgets(2), [Request(i, Prompt(f"p{i}", [1]), (), 5, i) for i in range(4)], limit_seconds=0.1)
+        generate(Forgets(slots=4, length_of=lambda request: 3), requests, limit_seconds=0.1)
     assert "with 1 request in it, number 2 for longest" in caplog.text
 
 

@@ -33,6 +33,8 @@ from sortedrl.core.engine import EngineDied, RequestPreempted
 from sortedrl.engines.simulated_pool import Replica
 
 T = TypeVar("T")
+_MAY_CHANGE = ("rollouts_per_update", "oversubscribe", "max_staleness", "max_response_tokens", "max_wait_updates")
+_MAY_CHANGE += ("max_retries", "score_wait_seconds", "overlap")  # in a resumed run, and more
 
 
 @dataclass(frozen=True)
@@ -198,21 +200,13 @@ def resumed_with_other_settings(case: Case) -> Case:
     rng, schedule = random.Random(case.seed), case.scenario.schedule
 
     def others() -> dict[str, Any]:
-        other = _schedule(rng, schedule.mode)
-        free = {"max_context_tokens": rng.randint(1, 30), "max_turns": rng.randint(1, 3), "count_observations": True}
-        free |= {name: getattr(other, name) for name in _MAY_CHANGE} | {"max_prompt_tokens": rng.choice((None, 1, 2))}
-        size = free["rollouts_per_update"]
-        free["prompts_per_cohort"] = rng.choice((None, size, size + 4))
-        return {"rollouts_per_update": size, "prompts_per_cohort": size} | {
-            name: value for name, value in free.items() if rng.random() < 0.6 or schedule.mode == "async-pool"
-        }
+        more = {"max_prompt_tokens": rng.choice((None, 1, 2)), "prompts_per_cohort": rng.choice((None, 8, 12))}
+        more |= {"max_context_tokens": rng.randint(1, 30), "max_turns": rng.randint(1, 3), "count_observations": True}
+        new = asdict(_schedule(rng, schedule.mode)) | more
+        return {name: new[name] for name in (*_MAY_CHANGE, *more) if rng.random() < 0.6 or name == "prompts_per_cohort"}
 
     endings = tuple(Ending(rng.randint(5, 60), dies=rng.random() < 0.3) for _ in range(3))
     return replace(case, saves=(True,), endings=endings, settings_of_later_lives=tuple(others() for _ in range(3)))
-
-
-_MAY_CHANGE = ("rollouts_per_update", "oversubscribe", "max_staleness", "max_response_tokens", "max_wait_updates")
-_MAY_CHANGE += ("max_retries", "score_wait_seconds", "overlap")
 
 
 def _schedule(rng: random.Random, mode: str) -> Schedule:
@@ -339,9 +333,9 @@ class Player:
             )
             kind = MortalPool if deaths is not None else MortalEngine if self.case.tokens_per_step == 1 else Drafting
             engine_type = type("EndingEngine", (kind,), {"ending": ending, **more})
-            scenario = self._scenario(place)
-            self._note_settings(scenario.schedule)
-            life = Run(scenario, state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type)
+            life = Run(
+                self._scenario(place), state=self.state, last_time=raw[-1].at if raw else 0.0, engine_type=engine_type
+            )
             engine: Any = life.engine
             engine.interrupt = life.controller.interrupt
             engine.calls = 0  # loading the weights of the checkpoint does not count
@@ -362,20 +356,19 @@ class Player:
         return self.outcome
 
     def _scenario(self, life: int) -> Scenario:
-        slots, settings = self.case.slots_of_later_lives, self.case.settings_of_later_lives
-        scenario = self.case.scenario
+        slots, settings, scenario = (
+            self.case.slots_of_later_lives,
+            self.case.settings_of_later_lives,
+            self.case.scenario,
+        )
         if life and slots:
             scenario = replace(scenario, slots=slots[life % len(slots)])
         if self.state is not None and settings:
-            schedule = replace(scenario.schedule, **settings[life % len(settings)])
-            scenario = replace(scenario, schedule=schedule)
+            scenario = replace(scenario, schedule=replace(scenario.schedule, **settings[life % len(settings)]))
+            now = {name: [None, value] for name, value in asdict(scenario.schedule).items()}
+            for events_so_far in (self.outcome.raw, self.outcome.log):
+                events_so_far.append(events.SettingsChanged(self.outcome.raw[-1].at, now))
         return scenario
-
-    def _note_settings(self, schedule: Schedule) -> None:
-        if self.state is not None and self.case.settings_of_later_lives:
-            changed = events.SettingsChanged(self.outcome.raw[-1].at, asdict(schedule))
-            self.outcome.raw.append(changed)
-            self.outcome.log.append(changed)
 
     def _live(self, life: Run) -> None:
         saves = self.case.saves

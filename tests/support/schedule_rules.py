@@ -97,9 +97,8 @@ class Replay:
         self.updates = 0
         self.trained: list[int] = []
         self.most_retries = self.schedule.max_retries
-        self.may_drop: tuple[str, ...] = (
-            (WAITING,) if scenario.turns else ()
-        )  # resumed, and something is not allowed now
+        # Of a resumed run: its environment lost its turns, or the settings of now do not allow it.
+        self.may_drop: tuple[str, ...] = (WAITING,) if scenario.turns else ()
         self.last_judged = -1  # the rollout that was scored or rejected last
 
     def apply(self, event: Event) -> None:
@@ -110,7 +109,7 @@ class Replay:
                 assert event.slots != self.slots
                 self.slots = event.slots
             case events.SettingsChanged():
-                self.schedule = Schedule(**event.changes)
+                self.schedule = Schedule(**{name: new for name, (_, new) in event.changes.items()})
                 self.most_retries = max(self.most_retries, self.schedule.max_retries)
                 self.may_drop = (WAITING, READY, RETURNING)
             case events.Loaded():
