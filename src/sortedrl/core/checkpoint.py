@@ -201,7 +201,7 @@ def _fault_in(rollout: Rollout, s: SchedulerState) -> str | None:
     if fault := next(filter(None, map(fault_of, rollout.segments)), None):
         return fault
     is_later = s.buffer.group_of(rollout).gate != s.buffer.gate
-    updates_before = updates_left(s.untrained_here, s.needed) if is_later else 0
+    updates_before = updates_left(s.untrained_here, s.update_size) if is_later else 0
     schedule = s.schedule
     if schedule.max_staleness is not None and s.version + updates_before - oldest > schedule.max_staleness:
         return f"tokens of version {oldest}, and max_staleness is {schedule.max_staleness}"

@@ -146,7 +146,7 @@ class LateScores:
         """Finished rollouts whose scores alone the harvest waits for."""
         s, buffer = self._state, self._state.buffer
         unscored = buffer.unscored.values()
-        if s.ready >= self._ledger.strategy.wanted(s):
+        if s.ready >= self._ledger.strategy.next_update_size(s):
             return [r for r in unscored if self._ledger.strategy.waits_for(buffer.group_of(r), s)]
         if not (buffer.running or buffer.in_environment):
             return [r for r in unscored if buffer.group_of(r).gate == buffer.gate]

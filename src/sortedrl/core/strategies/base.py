@@ -57,7 +57,7 @@ class SchedulerState:
     joined_cohort: int = 0  # at the current gate: older ones come before it
     filtered_rewards: list[tuple[int, float]] = field(default_factory=list)  # since the last batch: cohort and reward
     prompts_per_cohort: int = field(init=False)  # the schedule's, or all prompts of the epoch
-    needed: int = field(init=False)  # rollouts for one update
+    update_size: int = field(init=False)  # rollouts for one update
     # How many rollouts may be in their environments, or without a score, before no further one is opened. Each update's
     # worth of them makes the rollouts opened next about one update older.
     backlog_limit: int = field(init=False)
@@ -65,8 +65,8 @@ class SchedulerState:
 
     def __post_init__(self) -> None:
         self.prompts_per_cohort = self.schedule.prompts_per_cohort or len(self.prompts.dataset)
-        self.needed = self.schedule.rollouts_needed
-        self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.needed)
+        self.update_size = self.schedule.rollouts_needed
+        self.backlog_limit = max(self.slots, BACKLOG_UPDATES * self.update_size)
         window = self.prompts_per_cohort * self.schedule.rollouts_per_prompt
         two_sweeps = 4 * math.ceil(window / self.schedule.rollouts_per_update)
         self.longest_wait_updates = self.schedule.max_wait_updates or two_sweeps
@@ -82,7 +82,7 @@ class SchedulerState:
         return self.slots - len(self.buffer.running)
 
     @property
-    def in_hand(self) -> float:
+    def obtainable(self) -> float:
         """Rollouts that this harvest can get without starting more: behind the current gate, in groups
         without a waiting member. Those that a filter has not judged count with the fraction that it keeps."""
         here = self.buffer.here
@@ -149,11 +149,11 @@ class Strategy:
 
     def is_short(self, s: SchedulerState) -> bool:
         """Whether filtered groups left so few rollouts behind the gate that the next cohort must join them."""
-        return s.filters and s.untrained_here < self.least(s)
+        return s.filters and s.untrained_here < self.min_after_filter(s)
 
-    def least(self, s: SchedulerState) -> int:
+    def min_after_filter(self, s: SchedulerState) -> int:
         """Rollouts that a filter must leave of a cohort."""
-        return s.needed
+        return s.update_size
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (0,)
@@ -162,8 +162,8 @@ class Strategy:
         """The oversubscribe cap. It does not apply to the last batch, nor to members of a started group."""
         if self.has_backlog(s) and self._opens_more(rollout, s):
             return False
-        cap = s.schedule.oversubscribe or self.oversubscribe
-        if cap is None or s.in_hand < math.ceil(cap * self.wanted(s)) or self.reachable(s) <= self.wanted(s):
+        cap, size = s.schedule.oversubscribe or self.oversubscribe, self.next_update_size(s)
+        if cap is None or s.obtainable < math.ceil(cap * size) or self.rollouts_left(s) <= size:
             return True
         return completes_a_group(rollout, s) or self.waits_for(s.buffer.group_of(rollout), s)
 
@@ -182,7 +182,7 @@ class Strategy:
         return not (rollout.segments or completes_a_group(rollout, s) or self.waits_for(group, s))
 
     def enough(self, s: SchedulerState) -> bool:
-        return s.ready >= self.wanted(s) and not s.must_finish
+        return s.ready >= self.next_update_size(s) and not s.must_finish
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
         """One batch: the ready groups that were complete first, up to what the update wants, and all that are due;
@@ -197,7 +197,7 @@ class Strategy:
         cohorts that are not ready keep their places."""
         batch: list[Group] = []
         older_missing = [group for group in s.must_finish if is_of_older_cohort(group, s)]
-        rollouts, room = 0, self.wanted(s) - sum(len(group.members) for group in older_missing)
+        rollouts, room = 0, self.next_update_size(s) - sum(len(group.members) for group in older_missing)
         for group in sorted(s.buffer.ready_here(), key=lambda group: not is_of_older_cohort(group, s)):
             if self.on_policy or rollouts < room or is_due(group, s):
                 batch.append(group)
@@ -207,19 +207,19 @@ class Strategy:
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
         """A rollout was started from the queue, where it had this key: note in `s` what later decisions depend on."""
 
-    def reachable(self, s: SchedulerState) -> int:
+    def rollouts_left(self, s: SchedulerState) -> int:
         """Untrained rollouts for this and later harvests: of this cohort, or of all data without a cohort gate."""
         not_loaded = 0 if self.gated else s.prompts.remaining * s.schedule.rollouts_per_prompt
         return s.untrained_here + not_loaded
 
-    def wanted(self, s: SchedulerState) -> int:
+    def next_update_size(self, s: SchedulerState) -> int:
         """Rollouts that the coming update wants. With a filter, it gets them from the next cohort if need be."""
         if self.gated and s.filters and (s.prompts.remaining or len(s.buffer.gates) > 1):
-            return self.least(s)
-        return update_size(self.reachable(s), s.needed)
+            return self.min_after_filter(s)
+        return update_size_of(self.rollouts_left(s), s.update_size)
 
 
-def update_size(left: int, per_update: int) -> int:
+def update_size_of(left: int, per_update: int) -> int:
     """Rollouts in the coming update: `per_update`, or all that are left if fewer than half an update would remain."""
     return per_update if 2 * (left - per_update) >= per_update else left
 
@@ -227,7 +227,7 @@ def update_size(left: int, per_update: int) -> int:
 def updates_left(left: int, per_update: int) -> int:
     count = 0
     while left > 0:
-        left -= update_size(left, per_update)
+        left -= update_size_of(left, per_update)
         count += 1
     return count
 
@@ -239,7 +239,7 @@ def prompts_closing_epoch(s: SchedulerState, count: int) -> int:
     if s.filters and s.prompts.remaining > in_epoch:
         return count
     rest = (in_epoch - count) * s.schedule.rollouts_per_prompt
-    return in_epoch if 0 < 2 * rest < s.needed else count
+    return in_epoch if 0 < 2 * rest < s.update_size else count
 
 
 def completes_a_group(rollout: Rollout, s: SchedulerState) -> bool:

@@ -72,7 +72,7 @@ class LookaheadPartial(Partial):
 
     def _in_time(self, s: SchedulerState) -> bool:
         bound = s.schedule.max_staleness
-        return bound is None or updates_left(s.untrained_here, s.needed) + s.learning <= bound
+        return bound is None or updates_left(s.untrained_here, s.update_size) + s.learning <= bound
 
 
 @dataclass(frozen=True)

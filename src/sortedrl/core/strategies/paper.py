@@ -15,7 +15,7 @@ from sortedrl.core.strategies.base import (
     Strategy,
     completes_a_group,
     is_of_older_cohort,
-    update_size,
+    update_size_of,
 )
 
 READY_UPDATES = 2  # of rollouts for a learner that is behind
@@ -34,15 +34,15 @@ class Baseline(Strategy):
         return self.longest_first
 
     def cohort_size(self, s: SchedulerState) -> int:
-        missing = (s.needed - s.ready) / s.kept_fraction - (s.untrained_here - s.ready)
+        missing = (s.update_size - s.ready) / s.kept_fraction - (s.untrained_here - s.ready)
         return max(1, math.ceil(missing / s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
         return (-s.expected(rollout),) if self.longest_first else (0,)
 
-    def wanted(self, s: SchedulerState) -> int:
+    def next_update_size(self, s: SchedulerState) -> int:
         """All that is loaded. With a filter, more is loaded as soon as this cannot make an update."""
-        return max(self.reachable(s), super().wanted(s))
+        return max(self.rollouts_left(s), super().next_update_size(s))
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class CohortAtOnce(Baseline):
     def cohort_size(self, s: SchedulerState) -> int:
         return s.prompts_per_cohort
 
-    def least(self, s: SchedulerState) -> int:
-        return -(-s.needed // 2)
+    def min_after_filter(self, s: SchedulerState) -> int:
+        return -(-s.update_size // 2)
 
     def take(self, s: SchedulerState) -> list[list[Group]]:
         ready = sorted(s.buffer.ready_here(), key=lambda group: (not is_of_older_cohort(group, s), self._place(group)))
@@ -69,7 +69,7 @@ class CohortAtOnce(Baseline):
         for group in ready:
             if missing <= 0:
                 batches.append([])
-                missing = update_size(left, s.needed)
+                missing = update_size_of(left, s.update_size)
             batches[-1].append(group)
             missing -= len(group.members)
             left -= len(group.members)
@@ -112,7 +112,7 @@ class Partial(Strategy):
         if s.schedule.oversubscribe is not None:
             return False
         if s.learning and not self.gated:
-            may_be_ready = s.needed * min(READY_UPDATES, s.schedule.max_staleness or READY_UPDATES)
+            may_be_ready = s.update_size * min(READY_UPDATES, s.schedule.max_staleness or READY_UPDATES)
             if s.ready >= may_be_ready:
                 return True
         return len(s.buffer.in_environment) >= s.backlog_limit

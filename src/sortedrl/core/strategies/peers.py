@@ -41,9 +41,9 @@ class TailBatching(OnPolicy):
 
     def to_load(self, s: SchedulerState) -> int:
         if self._long_round_is_due(s) if s.long_round is None else s.long_round:
-            wanted = self.wanted(s) - s.buffer.untrained  # above 0 only if rollouts were rejected
+            wanted = self.next_update_size(s) - s.buffer.untrained  # above 0 only if rollouts were rejected
         else:
-            wanted = math.ceil(self.surplus * self.wanted(s)) - (s.buffer.untrained - self._set_aside(s))
+            wanted = math.ceil(self.surplus * self.next_update_size(s)) - (s.buffer.untrained - self._set_aside(s))
         return max(0, -(-wanted // s.schedule.rollouts_per_prompt))
 
     def key(self, rollout: Rollout, s: SchedulerState) -> Key:
@@ -51,19 +51,19 @@ class TailBatching(OnPolicy):
         return (regenerate != self._long_round_is_due(s), regenerate)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
-        if self.reachable(s) <= self.wanted(s) or completes_a_group(rollout, s):
+        if self.rollouts_left(s) <= self.next_update_size(s) or completes_a_group(rollout, s):
             return True
         regenerate = rollout.attempt > 0
         if s.long_round is not None and regenerate != s.long_round:  # no rollout of the round's kind is waiting
-            return s.in_hand < self.wanted(s)
+            return s.obtainable < self.next_update_size(s)
         surplus = 1.0 if regenerate else self.surplus
-        return s.in_hand < math.ceil(surplus * self.wanted(s))
+        return s.obtainable < math.ceil(surplus * self.next_update_size(s))
 
     def started(self, rollout: Rollout, key: Key, s: SchedulerState) -> None:
         s.long_round = rollout.attempt > 0
 
     def _long_round_is_due(self, s: SchedulerState) -> bool:
-        return self._set_aside(s) >= self.wanted(s)
+        return self._set_aside(s) >= self.next_update_size(s)
 
     def _set_aside(self, s: SchedulerState) -> int:
         return s.buffer.waiting - s.buffer.never_started
@@ -82,10 +82,10 @@ class FilterRounds(Baseline):
     def to_load(self, s: SchedulerState) -> int:
         if not s.filters:
             return super().to_load(s)
-        missing = s.needed - s.ready
+        missing = s.update_size - s.ready
         if s.buffer.untrained > s.ready or missing <= 0:
             return 0
-        count = -(-s.needed // s.schedule.rollouts_per_prompt)
+        count = -(-s.update_size // s.schedule.rollouts_per_prompt)
         if self.refill is not None and s.ready:
             count = self.refill * math.ceil(missing / s.schedule.rollouts_per_prompt)
         return prompts_closing_epoch(s, count)
@@ -97,7 +97,7 @@ class FilterRounds(Baseline):
         batch: list[Group] = []
         rollouts = 0
         for group in sorted(s.buffer.ready_here(), key=lambda group: group.id):
-            if rollouts < s.needed:
+            if rollouts < s.update_size:
                 batch.append(group)
                 rollouts += len(group.members)
         return [batch]
@@ -125,4 +125,4 @@ class AsyncPool(Partial):
         if rollout.segments or rollout.attempt or completes_a_group(rollout, s):
             return True
         started_and_untrained = s.buffer.untrained - s.buffer.never_started
-        return started_and_untrained < (s.schedule.max_staleness + 1) * s.needed
+        return started_and_untrained < (s.schedule.max_staleness + 1) * s.update_size
