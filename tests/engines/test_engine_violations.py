@@ -122,7 +122,10 @@ VIOLATIONS: dict[str, tuple[Callable[[Change], list[Change]], str | None]] = {
     "no time": (after(RequestStarted, lambda c: c._replace(at=None)), "at None"),
     "a time that is no number": (after(RequestStarted, lambda c: c._replace(at=NAN)), "a change at nan"),
     "the end of time": (after(RequestStarted, lambda c: c._replace(at=float("inf"))), "a change at inf"),
-    "a time to come": (after(RequestStarted, lambda c: c._replace(at=c.at + 1e4)), ", when its clock read "),
+    "a time to come": (
+        after(RequestStarted, lambda c: c._replace(at=c.at + 1e4)),
+        "a time that its clock has not reached",
+    ),
 }
 
 

@@ -167,12 +167,8 @@ def _prompts_of_saved(buffer: dict[str, Any], prompts: Prompts, rollouts_per_pro
     taken = prompts.taken_at(set(place_of.values()))
     for name, place in place_of.items():
         if taken[place].id != name:
-            raise ConfigurationError(
-                "prompts",
-                taken[place].id,
-                f"number {place} in the order of training was {name!r} when the checkpoint was written",
-                "Resume with the same data in the same order.",
-            )
+            why = f"number {place} in the order of training was {name!r} when the checkpoint was written"
+            raise ConfigurationError("prompts", taken[place].id, why, "Resume with the same data in the same order.")
     return {name: taken[place] for name, place in place_of.items()}
 
 

@@ -33,7 +33,7 @@ class DynamicSampling:
         self._state = ledger.state
         ledger.on_complete = self._judge
         ledger.state.filters = True
-        self._note_decisions()
+        self._state.kept_fraction = self.filter.kept_fraction
 
     def note_joined(self) -> None:
         """Note which cohort has joined others behind the current gate: the coming update waits for these others."""
@@ -56,13 +56,10 @@ class DynamicSampling:
         place = group.id // self._state.schedule.rollouts_per_prompt
         epoch = self._state.prompts.epoch_of(place)
         self.filter.note(group.members[0].prompt.id, epoch, is_kept=not reason)
-        self._note_decisions()
+        self._state.kept_fraction = self.filter.kept_fraction
         if reason:
             self._discard(group, reason)
             self.filter.check_fraction()
-
-    def _note_decisions(self) -> None:
-        self._state.kept_fraction = self.filter.kept_fraction
 
     def _discard(self, group: Group, reason: str) -> None:
         s, rollouts = self._state, tuple(group.members)
@@ -84,7 +81,7 @@ class DynamicSampling:
         """Call it after the buffer was restored. None: there was no filter, so no group was judged."""
         if state is not None:
             self.filter.restore(state)
-            self._note_decisions()
+            self._state.kept_fraction = self.filter.kept_fraction
         for group in self._state.buffer.ready_groups() if state is None else ():
             self._judge(group)
         self.note_joined()

@@ -57,12 +57,9 @@ class Schedule:
             value = _checked(field.name, str(field.type), getattr(self, field.name))
             object.__setattr__(self, field.name, value)  # as plain Python numbers: JSON cannot write NumPy's
         if self.oversubscribe is not None and self.oversubscribe < 1.0:
-            raise ConfigurationError(
-                "oversubscribe",
-                self.oversubscribe,
-                "fewer rollouts would start than the update needs, so no harvest could end",
-                "Set it to 1.0 (exactly what is needed) or more.",
-            )
+            why = "fewer rollouts would start than the update needs, so no harvest could end"
+            fix = "Set it to 1.0 (exactly what is needed) or more."
+            raise ConfigurationError("oversubscribe", self.oversubscribe, why, fix)
 
     def check_cohort(self) -> None:
         """Raise a ConfigurationError if a cohort cannot fill an update.
@@ -71,13 +68,10 @@ class Schedule:
         rollouts = self.rollouts_per_cohort
         if rollouts is not None and rollouts < self.rollouts_per_update:
             enough = math.ceil(self.rollouts_per_update / self.rollouts_per_prompt)
-            raise ConfigurationError(
-                "prompts_per_cohort",
-                self.prompts_per_cohort,
-                f"a cohort of {self.prompts_per_cohort} prompts x {self.rollouts_per_prompt} rollouts = {rollouts}"
-                f" rollouts cannot fill one update of {self.rollouts_per_update}",
-                f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less.",
-            )
+            cohort = f"{self.prompts_per_cohort} prompts x {self.rollouts_per_prompt} rollouts = {rollouts} rollouts"
+            why = f"a cohort of {cohort} cannot fill one update of {self.rollouts_per_update}"
+            fix = f"Set prompts_per_cohort to {enough} or more, or rollouts_per_update to {rollouts} or less."
+            raise ConfigurationError("prompts_per_cohort", self.prompts_per_cohort, why, fix)
 
     def response_length(self, rollout: Rollout) -> int:
         """The tokens that `max_response_tokens` counts."""

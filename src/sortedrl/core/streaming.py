@@ -56,13 +56,9 @@ class StreamedLearner(Protocol):
 
 def check_can_stream(strategy: Strategy) -> None:
     if not strategy.can_stream:
-        raise ConfigurationError(
-            "stream",
-            True,
-            f"mode {strategy.name} decides at the end of a harvest which update a rollout belongs to, so the learner "
-            f"cannot start earlier",
-            "Leave it out, or use baseline, an on-policy or a partial mode.",
-        )
+        late = "decides at the end of a harvest which update a rollout belongs to, so the learner cannot start earlier"
+        fix = "Leave it out, or use baseline, an on-policy or a partial mode."
+        raise ConfigurationError("stream", True, f"mode {strategy.name} {late}", fix)
 
 
 def is_draining(running: int, slots: int) -> bool:

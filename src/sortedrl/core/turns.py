@@ -6,26 +6,22 @@ between a turn of the policy and the next one.
                                           |------ error, late ---> retried, in the end rejected
                                           |------ lost ----------> regenerated
 
-A turn ends when the engine reports the request as finished. A rollout in its environment holds no slot. It stays in
-hand: the strategy neither holds it back nor starts it again. Modes that keep tokens leave it there across weight
-updates. All other modes drop it at the harvest, because its tokens are those of the old weights.
+A turn ends when the engine reports the request as finished. A rollout in its environment holds no slot, and no strategy
+holds it back or starts it again. Modes that keep tokens leave it there across weight updates, all others drop it.
 
-If a limit ends the rollout (`max_turns`, `max_response_tokens`, `max_context_tokens`), its environment gets no further
-turn. The rollout goes to the scorer with the name of the limit in `Rollout.ended_by`. So an environment that has the
-final word on the reward is used as environments and as scorer.
+If a limit ends the rollout, its environment gets no further turn, and the scorer finds the limit in `Rollout.ended_by`:
+an environment that has the final word on the reward is used as environments and as scorer.
 
 Rules for every implementation:
 - Each rollout has its own instance. It is created with the rollout's first submit and sees each turn once.
 - A submit without a live instance, after `cancel` or in a resumed run, gets a new one: from `restore`, or by replaying
-  the turns recorded in the rollout's segments. If a replayed observation differs, or replay is not possible, the answer
-  is `Answer(..., is_lost=True)`: the rollout is regenerated.
-- The tokens of an observation extend the rollout's tokens as they are. They include what the chat template puts
-  between the turns.
+  the turns in the rollout's segments. If that is not possible, or an observation differs, the answer is
+  `Answer(..., is_lost=True)`: the rollout is regenerated.
+- The tokens of an observation are appended as they are, with what the chat template puts between the turns.
 - Errors and time limits of an instance are answers with an `error`, never exceptions of these methods.
 
-The controller has its own deadline for each submit (`max_environment_seconds`). After an error or a missed deadline it
-cancels, and submits again up to `max_retries` times; then the rollout is rejected with a reason. An answer to any call
-but the last one of a rollout is void.
+After an error, or no answer within `max_environment_seconds`, the controller cancels, and submits again up to
+`max_retries` times; then the rollout is rejected. Only the answer to the last call of a rollout counts.
 """
 
 from abc import abstractmethod

@@ -32,12 +32,9 @@ class TailBatching(OnPolicy):
     surplus: ClassVar[float] = 1.25
 
     def check_filter(self) -> None:
-        raise ConfigurationError(
-            "filter_groups",
-            True,
-            f"mode {self.name} sizes its rounds by what it set aside, which filtered groups would change",
-            "Leave it out, or use another mode, such as partial+elevator.",
-        )
+        why = f"mode {self.name} sizes its rounds by what it set aside, which filtered groups would change"
+        fix = "Leave it out, or use another mode, such as partial+elevator."
+        raise ConfigurationError("filter_groups", True, why, fix)
 
     def to_load(self, s: SchedulerState) -> int:
         if self._long_round_is_due(s) if s.long_round is None else s.long_round:
@@ -112,13 +109,10 @@ class AsyncPool(Partial):
 
     def check(self, schedule: Schedule) -> None:
         if not schedule.overlap or schedule.max_staleness is None:
-            raise ConfigurationError(
-                "mode",
-                self.name,
-                f"an asynchronous pool needs overlap and a staleness bound"
-                f" (overlap = {schedule.overlap}, max_staleness = {schedule.max_staleness})",
-                "Set overlap = true and max_staleness, for example 4.",
-            )
+            found = f"overlap = {schedule.overlap}, max_staleness = {schedule.max_staleness}"
+            why = f"an asynchronous pool needs overlap and a staleness bound ({found})"
+            fix = "Set overlap = true and max_staleness, for example 4."
+            raise ConfigurationError("mode", self.name, why, fix)
 
     def may_start(self, rollout: Rollout, s: SchedulerState) -> bool:
         assert s.schedule.max_staleness is not None
