@@ -1,5 +1,6 @@
 """The thread that owns the scheduler in verl's trainer: needs neither verl nor Ray."""
 
+import errno
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -64,6 +65,13 @@ def test_an_error_between_two_pieces_of_work_reaches_the_trainer_and_stays() -> 
 
 
 def test_an_error_of_the_work_is_raised_where_it_was_asked_for() -> None:
-    pump = Pump(None, lambda: None)
-    with pytest.raises(ZeroDivisionError):
-        pump.call(partial(divmod, 1, 0))
+    """Also if the log cannot be written then."""
+
+    def full_disk() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pump = Pump(None, full_disk)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) as seen:
+            pump.call(partial(divmod, 1, 0))
+    assert "No space left" in seen.value.__notes__[0]

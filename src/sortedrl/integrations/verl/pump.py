@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from sortedrl.core.user_values import reason_of
+
 Result = TypeVar("Result")
 
 
@@ -52,5 +54,8 @@ class Pump:
                 self._is_generating = False
                 if self._error is None:
                     self._error = error
-                    self._on_error()
+                    try:
+                        self._on_error()
+                    except BaseException as later:  # the caller waits for the first error, and for this thread
+                        error.add_note(f"Then writing the log failed: {reason_of(later)}")
                 future.set_exception(error)
