@@ -123,12 +123,16 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_log_as_it_is(in_folder: Path)
     interrupted_run()
     log = (in_folder / "my_run" / "events.jsonl").read_bytes()
     set_up, _, resuming = blocks()
+    seen = []  # as a notebook keeps the last error, and all that it refers to
     for mode, dataset, why in (("partial", 0, "made in mode"), ("partial+elevator", 1, "made with 640 prompts")):
         made = names_of_a_user(CountingLearner())
         made["dataset"] = made["dataset"][dataset:]
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=why) as refused:
             exec(without_recorder(set_up).replace("partial+elevator", mode) + resuming, made)
+        seen.append(refused)
         assert (in_folder / "my_run" / "events.jsonl").read_bytes() == log
+    exec(set_up, made)  # a new run in the same folder
+    made["recorder"].close()
 
 
 def test_an_engine_with_the_weights_of_before_the_checkpoint_is_named(in_folder: Path) -> None:

@@ -61,9 +61,9 @@ class EventFile:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
         if self._lock is not None:
             self._lock.release()
+        self._file.close()
 
 
 def _writer_lock(path: Path) -> ProcessLock | None:

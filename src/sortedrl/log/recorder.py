@@ -13,6 +13,7 @@ Guarantees:
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,16 @@ class Recorder:
                 for sink in folds or ():
                     sink(event)
         self._file = open_file() if open_file else EventFile.open(self.path, must_be_new=saved is None)
-        if folds is None:
-            controller.log.sinks.insert(0, self)  # an event is in the file before another sink can stop the run
-        else:
-            folds.append(self)
+        sinks = controller.log.sinks if folds is None else folds
+        # In the controller's log first: an event is in the file before another sink can stop the run.
+        sinks.insert(0 if folds is None else len(sinks), self)
         if saved is not None:
-            controller.restore(saved, last_time=recovered.last_time)
+            try:
+                controller.restore(saved, last_time=recovered.last_time)
+            except BaseException:
+                sinks.remove(self)
+                self._file.close()
+                raise
             if changes := changed(saved.get("settings", {}), self._settings):
                 controller.mark(SettingsChanged, changes)
 
@@ -94,8 +99,8 @@ class Recorder:
 
     def close(self) -> None:
         """All events are on the disk when this returns, and another run may use the folder."""
-        self._file.sync()
-        self._file.close()
+        with closing(self._file):
+            self._file.sync()
 
     def _recovered(self, saved: dict[str, Any], warn: Callable[[str], None]) -> RecoveredLog:
         mark = CheckpointMark.of(saved)
