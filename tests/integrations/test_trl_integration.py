@@ -33,7 +33,7 @@ from small_trl_runs import (
 )
 from sortedrl.core import Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import EngineSpec
+from sortedrl.core.engine import EngineDied, EngineSpec
 from sortedrl.core.events import Event, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
@@ -530,6 +530,26 @@ def test_ctrl_c_in_a_harvest_leaves_a_trainer_that_can_go_on(tokenizer: Any, tmp
     assert 1 <= trainer.state.global_step < 8
     trainer.train(resume_from_checkpoint=True)
     assert [event.update for event in updates_in(tmp_path)] == list(range(8))
+
+
+def test_an_engine_that_dies_ends_the_run_with_its_reason_and_another_run_may_follow(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    class Dying(EmbeddedEngine):
+        def poll(self, until: float | None = None) -> Any:
+            raise EngineDied("out of memory")
+
+        def abort(self, ids: Any) -> Any:
+            raise EngineDied("no answer")
+
+    trainer = trainer_for(tmp_path, tokenizer, **on_own_engine(tokenizer, Dying))
+    with pytest.raises(EngineDied, match="out of memory") as seen:
+        trainer.train()
+    assert seen.value.__notes__ == ["The end of the run failed, too: EngineDied: no answer"]
+    with pytest.raises(HookNeverFired, match="on_train_begin"):
+        _ = trainer.run
+    trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=1)).train()
+    assert [event.update for event in updates_in(tmp_path)] == [0]
 
 
 def test_a_strange_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
@@ -236,14 +237,15 @@ class ScheduledRun:
         }
 
     def end(self) -> None:
-        """The last step is done, or something went wrong: then the engine is emptied, so that it can be used again."""
-        running = list(self.controller.running)
-        if running:
-            self.controller.engine.abort(running)
-        if self._environments is not None:
-            self._environments.close()
-        self.controller.mark_phase("end")
-        self._recorder.close()
+        """The last step is done, or something went wrong: then the engine is emptied, so that it can be used again.
+        Everything is closed, whatever fails."""
+        with ExitStack() as at_last:
+            at_last.callback(self._recorder.close)
+            at_last.callback(self.controller.mark_phase, "end")
+            if self._environments is not None:
+                at_last.callback(self._environments.close)
+            if running := list(self.controller.running):
+                self.controller.engine.abort(running)
 
 
 def controller_state(saved: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from sortedrl.core.configuration import ConfigurationError, checked_fraction
 from sortedrl.core.engine import Engine, Sampling
 from sortedrl.core.schedule import Schedule
+from sortedrl.core.user_values import reason_of
 from sortedrl.integrations.trl import fields
 from sortedrl.integrations.trl.engine import (
     MakeEngine,
@@ -168,11 +169,21 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
 
     def train(self, *positional: Any, **named: Any) -> Any:
         try:
-            return super().train(*positional, **named)
-        finally:
-            if self._run is not None:
-                self._run.end()
-            self._run = self._resume_from = self._buffered_inputs = None
+            trained = super().train(*positional, **named)
+        except BaseException as error:
+            try:
+                self._end_run()
+            except Exception as later:  # such as of an engine that is gone: the first error says why
+                error.add_note(f"The end of the run failed, too: {reason_of(later)}")
+            raise
+        self._end_run()
+        return trained
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        self._resume_from = self._buffered_inputs = None
+        if run is not None:
+            run.end()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
