@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from aiohttp import ClientSession
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.integrations.verifiers.env_server import server_environment
+from processes import wait_for_end
+from sortedrl.integrations.verifiers.env_server import EnvServerProcess, server_environment
 from sortedrl.integrations.verifiers.episode import (
     SESSION,
     Ask,
@@ -204,3 +206,23 @@ def test_the_endpoint_refuses_prompts_that_are_not_token_ids(body: bytes, reason
 def test_an_environment_server_does_not_get_the_key_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SORTEDRL_API_KEY", "secret")
     assert "secret" not in server_environment().values()
+
+
+def test_a_server_whose_start_is_canceled_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a rollout that is no longer needed. Its imports take a while."""
+    package, process_id = tmp_path / "verifiers", tmp_path / "process_id"
+    package.mkdir()
+    lines = ("import os, time", f"open({str(process_id)!r}, 'w').write(str(os.getpid()))", "time.sleep(600)")
+    (package / "__init__.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def canceled() -> None:
+        start = asyncio.create_task(EnvServerProcess.start({}))
+        while not (process_id.exists() and process_id.read_text()):
+            await asyncio.wait([start], timeout=0.05)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+
+    asyncio.run(canceled())
+    wait_for_end(int(process_id.read_text()), seconds=30)

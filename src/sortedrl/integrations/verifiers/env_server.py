@@ -35,7 +35,8 @@ class EnvServerProcess:
 
     @classmethod
     async def start(cls, config: Mapping[str, Any]) -> Self:
-        """`config` is the environment's, as plain data. Raises WorkerError if the process does not come up."""
+        """`config` is the environment's, as plain data. Raises WorkerError if the process does not come up. No process
+        is left after an error, nor if the caller is canceled."""
         output = tempfile.TemporaryFile()  # noqa: SIM115 (closed when the process ends)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", __name__, str(os.getpid()),
@@ -44,19 +45,21 @@ class EnvServerProcess:
         )  # fmt: skip
         server = cls(process, output)
         assert process.stdin is not None and process.stdout is not None
+        line = b""
         try:
-            process.stdin.write(json.dumps(config).encode() + b"\n")
-            await process.stdin.drain()
-            line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
-        except TimeoutError:
+            with suppress(ConnectionError):  # it has ended
+                process.stdin.write(json.dumps(config).encode() + b"\n")
+                await process.stdin.drain()
+                line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
+            if not line:
+                raise WorkerError(await server.ended)
+            process_id, server.address = line.decode().split()
+            server.process_id = int(process_id)
+        except BaseException as error:
             await server.kill()
-            raise WorkerError(f"verifiers' environment server was not ready within {START_SECONDS:g} s") from None
-        except ConnectionError:
-            line = b""
-        if not line:
-            raise WorkerError(await server.ended)
-        process_id, server.address = line.decode().split()
-        server.process_id = int(process_id)
+            if isinstance(error, TimeoutError):
+                raise WorkerError(f"verifiers' environment server was not ready within {START_SECONDS:g} s") from None
+            raise
         return server
 
     async def stop(self) -> None:
