@@ -1,5 +1,6 @@
 """Environments of a run: instances in this process and in worker processes, replay, time limits, limits of a run."""
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -145,6 +146,17 @@ def test_ctrl_c_during_a_turn_in_this_process_is_not_an_error_of_the_environment
                     environments.submit(rollout, 0)
             else:
                 assert "KeyboardInterrupt" in str(turn(environments, rollout, "interrupt").error)
+
+
+def test_environments_in_this_process_work_in_a_notebook() -> None:
+    """An event loop runs in its main thread."""
+
+    async def cell() -> None:
+        with environments_of("local") as (environments, _):
+            assert "turn 1 of p1" in shown(turn(environments, rollout_of(1), "start"))
+            environments.cancel(1)
+
+    asyncio.run(cell())
 
 
 def test_a_turn_that_waits_too_long_is_canceled_and_others_go_on(kind: str) -> None:

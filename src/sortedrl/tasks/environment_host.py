@@ -6,7 +6,8 @@ crash nor block this one. A call holds all that is needed to bring its instance 
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -157,26 +158,34 @@ async def _brought_back(environment: Environment, call: Call) -> list[list[dict[
 
 
 class LocalHost:
-    """Answers in this process, inside `submit`: nothing depends on timing. For environments that are fast and safe."""
+    """Answers in this process, inside `submit`: nothing depends on timing. For environments that are fast and safe.
+
+    In this thread, or, if that runs an event loop as in a notebook, in another one, for which this one waits."""
 
     def __init__(self, build: Callable[[], Environment], *, limit_seconds: float) -> None:
         self._instances = Instances(build, raises=(KeyboardInterrupt,))
         self._limit_seconds = limit_seconds
         self._loop = asyncio.new_event_loop()
+        self._other_thread = ThreadPoolExecutor(1)
         self._done: list[Result] = []
 
     def submit(self, call: Call) -> None:
-        self._done.append(self._loop.run_until_complete(self._instances.answer(call, self._limit_seconds)))
+        self._done.append(self._run(self._instances.answer(call, self._limit_seconds)))
 
     def collect(self) -> list[Result]:
         done, self._done = self._done, []
         return done
 
-    def wait(self, timeout_seconds: float) -> None:
-        del timeout_seconds
+    def wait(self, timeout_seconds: float) -> None: ...
 
     def drop(self, instance: int) -> None:
-        self._loop.run_until_complete(self._instances.close(instance, self._limit_seconds))
+        self._run(self._instances.close(instance, self._limit_seconds))
 
     def close(self) -> None:
+        self._other_thread.shutdown()
         self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if asyncio._get_running_loop() is None:
+            return self._loop.run_until_complete(work)
+        return self._other_thread.submit(self._loop.run_until_complete, work).result()
