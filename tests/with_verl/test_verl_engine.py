@@ -2,6 +2,7 @@
 balancer and replica control. The rollout server is cpu_backend's; nothing is trained here, so there is no worker group.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,6 +12,8 @@ from verl.checkpoint_engine import CheckpointEngineManager
 from verl_stack import Row, Stack
 
 from sortedrl.core.engine import EngineDied, Request, RequestFailed, RequestFinished, Tokens
+from sortedrl.integrations.verl import agent
+from sortedrl.integrations.verl import engine as verl_engine
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.testing.engine_contract import TOKEN_LIMITS, EngineContract, Ledger, resumed
 
@@ -153,6 +156,25 @@ def test_an_abort_that_is_not_ours_loses_nothing(stack: Stack) -> None:
         changes += engine.poll()
     tokens = {id: sum(len(c.segment) for c in changes if isinstance(c, Tokens) and c.id == id) for id in (0, 1)}
     assert all(0 < count <= 60 for count in tokens.values())
+
+
+@pytest.mark.parametrize("noticed", ["at the next dispatch", "in a silence"])
+def test_a_tool_that_blocks_its_worker_ends_the_engine_with_a_word(
+    noticed: str, stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = stack.engine(SLOTS)
+    stack.control.abort_replicas()  # so that requests are held back
+    engine.submit(requests([100] * 2))
+    monkeypatch.setattr(agent, "WORKER_SECONDS", 1.0)
+    monkeypatch.setattr(verl_engine, "WORKER_SECONDS", 1.0)
+    monkeypatch.setattr(verl_engine, "_LONGEST_WAIT_SECONDS", 1.0)
+    blocked = [worker.__ray_call__.remote(lambda self: time.sleep(10)) for worker in stack.manager.agent_loop_workers]
+    with pytest.raises(EngineDied, match="blocks its event loop"):
+        if noticed == "at the next dispatch":
+            engine.submit(requests([100], first=2))
+        while True:
+            engine.poll()
+    ray.get(blocked)
 
 
 def test_a_worker_that_dies_ends_the_engine_with_a_word(stack: Stack) -> None:

@@ -18,6 +18,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 
 from sortedrl.core.engine import Request
 from sortedrl.core.rollout import Prompt
+from sortedrl.integrations.verl.engine import WORKER_SECONDS
 from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, reason_for_report
 from sortedrl.integrations.verl.settings import metric_of, value_of
 from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
@@ -102,9 +103,9 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
         self.agent_loop_workers_class = ray.remote(SortedAgentLoopWorker)
         self._numbers = count()
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, limit_seconds: float | None = None) -> None:
         """Wait for the workers: a harvest during their slow start would look like an engine without memory."""
-        ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers])
+        ray.get([worker.__ray_ready__.remote() for worker in self.agent_loop_workers], timeout=limit_seconds)
 
     def stop_loops(self, dispatches: Sequence[int]) -> None:
         """Cancel these agent loops, without waiting until they have ended."""
@@ -117,7 +118,8 @@ class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
             return
         workers = self.agent_loop_workers
         chunks = prompts.chunk(min(len(workers), len(prompts)))
-        ray.get([workers[next(self._numbers) % len(workers)].generate_sequences.remote(chunk) for chunk in chunks])
+        sent = [workers[next(self._numbers) % len(workers)].generate_sequences.remote(chunk) for chunk in chunks]
+        ray.get(sent, timeout=WORKER_SECONDS)
 
 
 class DatasetPrompts(Sequence[Prompt]):

@@ -29,7 +29,9 @@ from sortedrl.integrations.verl.visit import Ticket
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
 _STOP_LIMIT_SECONDS = 300.0
 _LONGEST_WAIT_SECONDS = 10.0
+WORKER_SECONDS = 300.0  # for an agent loop worker to answer, which it does at once unless its event loop is blocked
 _SERVER = "a rollout server"
+_WORKER = "an agent loop worker"
 _IS_GONE = "is gone. Resume the run from its last checkpoint"
 _NO_LOOP = "its agent loop is gone, and a response of several turns cannot be continued without it"
 
@@ -128,8 +130,8 @@ class VerlEngine(EngineBase):
         began, wait = self.now(), max(0.0, min(timeout_seconds, soonest, _LONGEST_WAIT_SECONDS))
         self.receive(wait)
         if self.now() - began >= _LONGEST_WAIT_SECONDS:  # a worker that died sends no report for its rollouts
-            with _alive("an agent loop worker"):
-                self._workers.wait_until_ready()
+            with _alive(_WORKER):
+                self._workers.wait_until_ready(WORKER_SECONDS)
 
     def wait_until(self, is_so: Callable[[], bool], timeout_seconds: float) -> None:
         deadline = self.now() + timeout_seconds
@@ -216,7 +218,8 @@ class VerlEngine(EngineBase):
                 self.wake()
             self._call(self._exchange.grant.remote(limits))
         if batch:
-            self._send(batch)
+            with _alive(_WORKER):
+                self._send(batch)
 
     def _loop_to_continue(self, request: Request) -> int | None:
         loop = self.loops.get(request.id)
@@ -362,11 +365,14 @@ class VerlEngine(EngineBase):
 
 @contextmanager
 def _alive(what: str) -> Iterator[None]:
-    """A part that is gone ends the engine."""
+    """A part that is gone, or a worker that does not answer, ends the engine."""
     try:
         yield
     except ray.exceptions.RayActorError as error:
         raise EngineDied(f"{what} {_IS_GONE}: {error}") from None
+    except ray.exceptions.GetTimeoutError:
+        why = "a tool blocks its event loop, such as by time.sleep in an async def. Await there, then resume the run"
+        raise EngineDied(f"{what} did not answer for {WORKER_SECONDS:g} s: {why}") from None
 
 
 def _ticket(request: Request, dispatch: int) -> Ticket:
