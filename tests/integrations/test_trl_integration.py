@@ -34,7 +34,7 @@ from small_trl_runs import (
 from sortedrl.core import Request, TooManyRejected, strategy_named
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.engine import EngineDied, EngineSpec
-from sortedrl.core.events import Event, Rejected, Scored, Updated
+from sortedrl.core.events import Event, Failed, Rejected, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.core.schedule import Schedule
 from sortedrl.engines.embedded.engine import EmbeddedEngine
@@ -373,6 +373,22 @@ def test_an_engine_that_loses_every_rollout_ends_the_run_with_the_reason(tokeniz
     with pytest.raises(TooManyRejected, match=r"first 8 rollouts were all rejected; 8 times: .*last: out of memory"):
         trainer.train()
     assert sum(isinstance(event, Rejected) for event in events_in(tmp_path)) == 8
+
+
+def test_a_prompt_without_room_for_a_response_is_not_generated_and_one_with_little_room_is_named(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = (1030, 1010, 3, 3)  # "Ann says" is one token
+    rows = Dataset.from_list([{"prompt": "Ann says " * length, "number": 0} for length in lengths])
+    trainer = trainer_for(tmp_path, tokenizer, train_dataset=rows, max_rejected_fraction=0.0)
+    trainer.train()
+    events = events_in(tmp_path)
+    reasons = {event.reason for event in events if isinstance(event, Rejected)}
+    assert reasons == {"prompt of 1030 tokens, max_context_tokens is 1024, for prompt and response together"}
+    assert not any(isinstance(event, Failed) for event in events)
+    assert caplog.text.count("are cut at 14 tokens, not at max_completion_length = 24") == 1
+    with pytest.raises(ConfigurationError, match="a prompt of 1030 tokens.*leaves no room for a response"):
+        trainer.evaluate(rows)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def refusal(request: Request, max_length: int, vocabulary: int) -> str | None:
     if prompt + kept >= max_length:
         return (
             f"a prompt of {prompt} and a prefix of {kept} tokens leave no room for another token under "
-            f"max_length = {max_length}: raise it to at least {prompt + kept + 1}"
+            f"max_length = {max_length}: leave such prompts out, or raise it if the model has more positions"
         )
     if request.max_new_tokens < 1:
         return f"max_new_tokens = {request.max_new_tokens}: it must be at least 1"

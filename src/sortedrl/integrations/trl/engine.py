@@ -97,12 +97,15 @@ class TrainerEngine:
         and log-probabilities."""
         schedule: Schedule = self._trainer.schedule
         limit, context = schedule.max_response_tokens, schedule.max_context_tokens
+        assert context is not None
+        longest = max(map(len, prompt_ids), default=0)
+        if longest >= context and self._trainer.tool_use is None:  # with tools, a later turn may have no room
+            why = f"it leaves no room for a response within {context} tokens"
+            raise ConfigurationError("eval_dataset", f"a prompt of {longest} tokens", why, "Leave such prompts out.")
         requests = [
-            Request(i, Prompt(str(i), tuple(ids)), (), limit, seed, self._trainer.sampling)
+            Request(i, Prompt(str(i), tuple(ids)), (), min(limit, context - len(ids)), seed, self._trainer.sampling)
             for i, (ids, seed) in enumerate(zip(prompt_ids, self._new_seeds(step, len(prompt_ids)), strict=True))
         ]
-        if context is not None:  # a later turn may have less room, or none
-            requests = [r._replace(max_new_tokens=min(limit, context - len(r.prompt.tokens))) for r in requests]
         responses = {r.request.id: r for r in generate(self.ready(), [r for r in requests if r.max_new_tokens > 0])}
         for id, response in responses.items():
             if response.failure is not None:
@@ -166,16 +169,18 @@ def _module_to_decode_with(model: Any) -> Any:
 
 
 def longest_context(wanted: str | Engine | MakeEngine, trainer: Any) -> int:
-    """Tokens of prompt and response: as many as vLLM's setting or the model allows, unless the schedule bounds
-    prompts."""
+    """Tokens of prompt and response: as many as vLLM's setting, or the model and a server allow, unless the schedule
+    bounds prompts."""
     if wanted == "vllm" and trainer.args.vllm_max_model_length:
         return int(trainer.args.vllm_max_model_length)
-    limit: int | None = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
+    known = [limit for limit in (positions, getattr(wanted, "max_length", None)) if limit is not None]
+    limit: int | None = min(known, default=None)
     schedule: Schedule = trainer.schedule
     max_new_tokens, prompt = schedule.max_response_tokens, schedule.max_prompt_tokens
     if limit is not None and max_new_tokens + (prompt or 1) > limit:
         raise ConfigurationError(
-            "max_completion_length", max_new_tokens, f"with a prompt it exceeds the model's {limit} positions",
+            "max_completion_length", max_new_tokens, f"with a prompt it exceeds the longest context, {limit} tokens",
             "Lower it.",
         )  # fmt: skip
     if prompt is not None:

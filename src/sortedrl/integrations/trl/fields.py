@@ -287,14 +287,18 @@ def check_filter(trainer: Any, schedule: Schedule) -> None:
             )  # fmt: skip
 
 
-def with_tools(schedule: Schedule, context: int, threads: int, limit_seconds: float) -> Schedule:
-    """TRL's limits: tool results count in `max_completion_length`, and no context is longer than the engine's."""
+def within_context(schedule: Schedule, context: int) -> Schedule:
+    """No context is longer than the engine's: a prompt without room for a response is rejected when it is loaded."""
+    return dataclasses.replace(schedule, max_context_tokens=min(context, schedule.max_context_tokens or context))
+
+
+def with_tools(schedule: Schedule, threads: int, limit_seconds: float) -> Schedule:
+    """TRL's limits: tool results count in `max_completion_length`."""
     checked_int("tool_threads", threads, 0)
     checked_float("tool_limit_seconds", limit_seconds, lambda x: x > 0, "of seconds above 0")
     return dataclasses.replace(
         schedule,
         count_observations=True,
-        max_context_tokens=min(context, schedule.max_context_tokens or context),
         max_environment_seconds=max(schedule.max_environment_seconds, 2 * limit_seconds),
         score_wait_seconds=max(schedule.score_wait_seconds, 2 * limit_seconds),
     )

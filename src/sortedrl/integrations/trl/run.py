@@ -50,25 +50,39 @@ from sortedrl.tasks.datasets import digests, why_changed
 _logger = logging.getLogger(__name__)
 
 # What a resumed run may change: the rest of the schedule is part of what the checkpoint holds.
-_MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds"})
+_MAY_CHANGE = frozenset({"max_retries", "score_wait_seconds", "max_prompt_tokens", "max_context_tokens"})
 _HARVEST = timedelta(days=7)  # how long other ranks wait for rank 0: the default would end a long harvest
 
 
 class DatasetPrompts(Sequence[Prompt]):
-    """These rows of the dataset as prompts, tokenized lazily."""
+    """These rows of the dataset as prompts, tokenized lazily. Warns once if one leaves less room than responses may
+    need; one without any room is rejected when it is loaded."""
 
-    def __init__(self, dataset: Any, rows: range, args: GRPOConfig, tokens_of: Callable[[int], Sequence[int]]) -> None:
+    def __init__(
+        self, dataset: Any, rows: range, args: GRPOConfig, tokens_of: Callable[[int], Sequence[int]], schedule: Schedule
+    ) -> None:
         self._dataset = dataset
         self._rows = rows
         self._args = args
         self._tokens_of = tokens_of  # by row
+        self._schedule = schedule
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, place: Any) -> Any:
         row = self._rows[place]
-        return Prompt(str(row), tuple(self._tokens_of(row)), row)
+        tokens = tuple(self._tokens_of(row))
+        wanted, context = self._schedule.max_response_tokens, self._schedule.max_context_tokens or math.inf
+        if 0 < context - len(tokens) < wanted and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "the prompt of row %s has %s tokens, and prompt and response together at most %s: responses are cut at "
+                "%s tokens, not at max_completion_length = %s. Other such rows are not named",
+                *(row, len(tokens), context, context - len(tokens), wanted),
+            )
+        return Prompt(str(row), tokens, row)
 
     @property
     def ids(self) -> list[str]:

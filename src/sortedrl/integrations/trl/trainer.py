@@ -138,6 +138,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._is_shared = is_function(engine) and self._ranks.size > 1  # rank 0 generates for all
         self.schedule = fields.schedule_for(self.args, schedule, self._ranks.rank, is_shared=self._is_shared)
         fields.check_filter(self, self.schedule)
+        self.schedule = fields.within_context(self.schedule, longest_context(engine, self))
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:
@@ -145,8 +146,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
                 why = "with tools or environments every rank needs its own: their results do not reach other ranks"
                 fix = "Pass engine='vllm', or an engine object with a URL for each rank."
                 raise ConfigurationError("engine", "a function", why, fix)
-            context = longest_context(engine, self)
-            self.schedule = fields.with_tools(self.schedule, context, tool_threads, tool_limit_seconds)
+            self.schedule = fields.with_tools(self.schedule, tool_threads, tool_limit_seconds)
             self.tool_use = ToolUse(self, self.schedule, threads=tool_threads, limit_seconds=tool_limit_seconds)
         self.sampling = Sampling(temperature=self.temperature)
         spec = engine_spec(engine, self, reuse_kv_cache) if isinstance(engine, str) else None
@@ -213,7 +213,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         """Of this process: all rows of the dataset if it schedules for all, else `rank`, `rank + processes`, ..."""
         first, step = (0, 1) if self._is_shared else (self._ranks.rank, self._ranks.size)
         rows = range(first, len(self.train_dataset), step)
-        return DatasetPrompts(self.train_dataset, rows, self.args, self._prompt_tokens)
+        return DatasetPrompts(self.train_dataset, rows, self.args, self._prompt_tokens, self.schedule)
 
     def _prompt_tokens(self, row: int) -> Sequence[int]:
         messages = prompt_of(self.example(row))
