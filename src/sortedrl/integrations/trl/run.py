@@ -37,6 +37,7 @@ from sortedrl.core.rollout import Prompt, Rollout
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.scoring import ScoreAtOnce
 from sortedrl.core.strategies.registry import group_filter
+from sortedrl.core.user_values import reason_of
 from sortedrl.core.wording import counted
 from sortedrl.engines.speculative import LoggedDrafts
 from sortedrl.integrations.trl.environments import TrlEnvironments
@@ -290,18 +291,18 @@ def _refuse_other_rows(saved: str | None, prompts: DatasetPrompts) -> None:
 def read_state(folder: Path, rank: int, processes: int) -> dict[str, Any]:
     """What `rank` has saved. Another number of processes is refused on all ranks for the same reason."""
     for name in (state_name(0), state_name(rank)):
-        if not (folder / name).exists():
-            raise ConfigurationError(
-                "resume_from_checkpoint", str(folder),
-                f"it has no {name}: it was saved by another trainer, or in the middle of an update",
-                "Choose a checkpoint that SortedGRPOTrainer saved.",
-            )  # fmt: skip
-        saved: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-        if saved["processes"] != processes:
-            raise ConfigurationError(
-                "resume_from_checkpoint", str(folder), f"it was saved by {saved['processes']} processes, but there are "
-                f"{processes}", "Launch the same number.",
-            )  # fmt: skip
+        why, fix = "", "Choose a checkpoint that SortedGRPOTrainer saved."
+        try:
+            saved: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+            if saved["processes"] != processes:
+                why = f"it was saved by {saved['processes']} processes, but there are {processes}"
+                fix = "Launch the same number."
+        except FileNotFoundError:
+            why = f"it has no {name}: it was saved by another trainer, or in the middle of an update"
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            why, fix = f"its {name} is damaged ({reason_of(error)})", "Choose an earlier one."
+        if why:
+            raise ConfigurationError("resume_from_checkpoint", str(folder), why, fix)
     return saved
 
 

@@ -326,12 +326,16 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         if self.config.trainer.resume_mode == "resume_path":
             folder = Path(self.config.trainer.resume_from_path)
-        if not (folder / STATE_FILE).exists():
+        try:
+            self._restored = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
             raise ValueError(
                 f"{folder} has no {STATE_FILE}: this checkpoint was written in another trainer mode. Resume it in that "
                 "mode, or start again with trainer.resume_mode=disable."
-            )
-        self._restored = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+            ) from None
+        except ValueError as error:
+            fix = "Resume an earlier checkpoint with trainer.resume_mode=resume_path"
+            raise ValueError(f"{folder / STATE_FILE} is damaged ({error}). {fix}.") from None
 
     # Parts
 
