@@ -387,7 +387,7 @@ def test_a_prompt_without_room_for_a_response_is_not_generated_and_one_with_litt
     assert reasons == {"prompt of 1030 tokens, max_context_tokens is 1024, for prompt and response together"}
     assert not any(isinstance(event, Failed) for event in events)
     assert caplog.text.count("are cut at 14 tokens, not at max_completion_length = 24") == 1
-    with pytest.raises(ConfigurationError, match="a prompt of 1030 tokens.*leaves no room for a response"):
+    with pytest.raises(ConfigurationError, match=r"a prompt of 1030 tokens.*leaves no room for a response"):
         trainer.evaluate(rows)
 
 
@@ -574,10 +574,21 @@ def test_a_strange_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match="another schedule"):
         changed = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args), schedule="partial")
         changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    (tmp_path / "checkpoint-1" / "sortedrl-0.json").unlink()
-    with pytest.raises(ConfigurationError, match="another trainer"):
-        other = trainer_for(tmp_path, tokenizer, args=config(tmp_path, **args))
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    state = tmp_path / "checkpoint-1" / "sortedrl-0.json"
+    for damaged in (state.read_text()[:-9], "", "7", None):
+        state.unlink() if damaged is None else state.write_text(damaged)
+        reason = "another trainer" if damaged is None else r"its sortedrl-0.json is damaged \(.*\)\. Choose an earlier"
+        with pytest.raises(ConfigurationError, match=reason):
+            read_state(tmp_path / "checkpoint-1", 0, 1)
+
+
+def test_rows_that_do_not_fill_an_update_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    for steps in (3, -1):
+        trainer = trainer_for(tmp_path, tokenizer, args=config(tmp_path, max_steps=steps), train_dataset=questions(1))
+        with pytest.raises(
+            ConfigurationError, match="train_dataset = '1 row': an update has 8 rollouts, 4 for each of 2"
+        ):
+            trainer.train()
 
 
 def test_a_run_without_an_update_leaves_no_log(tokenizer: Any, tmp_path: Path) -> None:

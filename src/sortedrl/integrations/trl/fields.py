@@ -22,7 +22,7 @@ from sortedrl.core.group_filter import EQUAL_REWARDS
 from sortedrl.core.parts import strategy_and_filter
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed
-from sortedrl.core.wording import kind_of
+from sortedrl.core.wording import counted, kind_of
 from sortedrl.engines.registry import SERVERS, check_available, check_name
 from sortedrl.integrations.trl.engine import is_sharded
 
@@ -266,6 +266,17 @@ def schedule_for(args: GRPOConfig, given: Schedule | str, rank: int, *, is_share
         raise ConfigurationError("overlap", True, "the engine is idle while the trainer steps", "Leave it out.")
     strategy_and_filter(schedule)
     return schedule
+
+
+def check_rows(args: GRPOConfig, rows: int) -> None:
+    """TRL's data loader counts the steps, and has none if the rows do not fill an update."""
+    rollouts, group_size = args.generation_batch_size, args.num_generations
+    if rows < rollouts // group_size:
+        raise ConfigurationError(
+            "train_dataset", f"{counted(rows, 'row')}",
+            f"an update has {rollouts} rollouts, {group_size} for each of {rollouts // group_size} rows",
+            "Add rows, or lower generation_batch_size (or per_device_train_batch_size x steps_per_generation).",
+        )  # fmt: skip
 
 
 def check_filter(trainer: Any, schedule: Schedule) -> None:

@@ -168,6 +168,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
     # Start and end of a run
 
     def train(self, *positional: Any, **named: Any) -> Any:
+        fields.check_rows(self.args, len(self.train_dataset))
         try:
             trained = super().train(*positional, **named)
         except BaseException as error:
