@@ -319,3 +319,6 @@ def test_a_log_of_another_loop_is_not_resumed_by_train(tmp_path: Path) -> None:
     path.write_text(written([*log, events.Phase(log[-1].at, "checkpoint")]))
     seen = Follower(tmp_path, PlainConsole(lambda line: None)).watched()
     assert watch.outcome_line(tmp_path, seen) == f"ended. For its metrics: sortedrl report {tmp_path}"
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "sortedrl-0.json").touch()
+    assert "If it was interrupted, trainer.train(resume_from_checkpoint=True)" in watch.outcome_line(tmp_path, seen)

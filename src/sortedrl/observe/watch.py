@@ -95,7 +95,9 @@ def outcome_line(folder: Path, watched: Watched) -> str:
     try:
         return _result(read_object(folder / "summary.json") or {})
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):  # of another loop, or damaged
-        return f"ended. For its metrics: sortedrl report {folder}"
+        is_of_trl = any(folder.glob("checkpoint-*/sortedrl-0.json"))
+        resume = ". If it was interrupted, trainer.train(resume_from_checkpoint=True) continues it" if is_of_trl else ""
+        return f"ended. For its metrics: sortedrl report {folder}{resume}"
 
 
 def _result(summary: dict[str, Any]) -> str:
