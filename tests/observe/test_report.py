@@ -190,6 +190,7 @@ def test_rejections_are_listed_by_reason(tmp_path: Path) -> None:
     runs = read_runs([tmp_path])
     reasons = runs[0].run_metrics.rejected_reasons
     assert sum(reasons.values()) == runs[0].run_metrics.rejected == 3
+    assert text.conclusion(series_of(runs), runs)[-1].startswith("Rejected: 3 rollouts, most often: ")
     page = report.page(runs, "0")
     rows = page.split('<table id="rejections">')[1].split("</table>")[0]
     assert "3 of 8 rollouts were rejected" in page and all(html.escape(reason) in rows for reason in reasons)

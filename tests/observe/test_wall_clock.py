@@ -33,10 +33,11 @@ def updated(at: float, *rollouts: int) -> Updated:
 def test_each_phase_is_the_time_of_its_part() -> None:
     found = parts(
         *generated(0, 0.0, 4.0), Scored(4.0, 0, 1.0), updated(4.0, 0), Phase(4.0, "learner"), Published(7.0, 1),
-        Phase(7.0, "weights"), Phase(8.0, "evaluation"), Phase(10.0, "end"),
+        Phase(7.0, "weights"), Phase(8.0, "evaluation"), Phase(18.0, "checkpoint"), Phase(19.0, "end"), Phase(20.0, ""),
     )  # fmt: skip
-    expected = {"generation": 0.4, "learner": 0.3, "scoring": 0.0, "weights": 0.1, "other": 0.2}
-    assert found == expected | {"environments": 0.0}
+    seconds = {"generation": 4, "learner": 3, "weights": 1, "evaluation": 10, "checkpoints": 1, "other": 1}
+    assert found == pytest.approx({part: seconds.get(part, 0) / 20 for part in PARTS})
+    assert bottleneck(found) == "evaluation"
 
 
 def test_empty_slots_while_scores_are_missing_are_scoring() -> None:

@@ -1,5 +1,5 @@
-"""What a run waits for: its wall-clock time, split into generation, environments, learner, scoring, weight updates and
-the rest.
+"""What a run waits for: its wall-clock time, split into generation, environments, learner, scoring, weight updates,
+evaluation, checkpoints and the rest.
 
 The part of a harvest in which slots are empty because of environments (docs/metrics.md, bubble) counts as environments.
 
@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 GENERATION, LEARNER, SCORING, WEIGHTS, OTHER = "generation", "learner", "scoring", "weights", "other"
-ENVIRONMENTS = "environments"
-PARTS = (GENERATION, ENVIRONMENTS, LEARNER, SCORING, WEIGHTS, OTHER)
+NOT_IN_ALL_RUNS = ENVIRONMENTS, EVALUATION, CHECKPOINTS = "environments", "evaluation", "checkpoints"
+PARTS = (GENERATION, ENVIRONMENTS, LEARNER, SCORING, WEIGHTS, EVALUATION, CHECKPOINTS, OTHER)
 _PART_OF_PHASE = {"harvest": GENERATION, "learner": LEARNER, "scores": SCORING, "weights": WEIGHTS}
+_PART_OF_PHASE |= {"evaluation": EVALUATION, "checkpoint": CHECKPOINTS}
 _NAMES = {WEIGHTS: "weight updates"}
 FASTER_ENVIRONMENTS = (
     "Slots are empty while environments work: make them faster, or use a partial mode with a larger oversubscribe, "
@@ -119,9 +120,9 @@ def bottleneck(fractions: Mapping[str, float]) -> str:
 
 
 def bottleneck_line(fractions: Mapping[str, float]) -> str:
-    """The bottleneck with its share of wall-clock time, then the other parts; environments only if there are any."""
+    """The bottleneck with its share of wall-clock time, then the other parts that the run has."""
     largest = bottleneck(fractions)
-    shown = [part for part in fractions if part != largest and (part != ENVIRONMENTS or fractions[part])]
+    shown = [part for part in fractions if part != largest and (part not in NOT_IN_ALL_RUNS or fractions[part])]
     others = ", ".join(f"{part_name(part)} {fractions[part]:.0%}" for part in shown)
     line = f"bottleneck: {part_name(largest)}, {fractions[largest]:.0%} of wall-clock time ({others})"
     return f"{line}. {FASTER_ENVIRONMENTS}" if largest == ENVIRONMENTS else line

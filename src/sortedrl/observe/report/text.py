@@ -152,7 +152,7 @@ def conclusion(series: Sequence[Series], runs: Sequence[ReportedRun]) -> list[st
         apart = [key for key in differing_keys(runs) if key not in ("mode", *INCIDENTAL)]
         if apart:
             asides.append(f"The runs differ in more than the mode: {', '.join(apart)}. Compare them with care.")
-    for title, of in (("Held-out score", _score), ("Bottleneck", _bottleneck)):
+    for title, of in (("Held-out score", _score), ("Bottleneck", _bottleneck), ("Rejected", _rejected)):
         found = [f"{one.label} {words}" if len(series) > 1 else words for one in series for words in of(one)]
         if found:
             asides.append(f"{title}: {'; '.join(found)}.")
@@ -216,6 +216,11 @@ def _bottleneck(one: Series) -> Iterable[str]:
     if any(parts.values()):
         most = wall_clock.bottleneck(parts)
         yield f"{wall_clock.part_name(most)}, {parts[most]:.0%} of wall-clock time"
+
+
+def _rejected(one: Series) -> Iterable[str]:
+    if reasons := rejections(one.runs):
+        yield f"{counted(sum(run.run_metrics.rejected for run in one.runs), 'rollout')}, most often: {reasons[0][0]}"
 
 
 def subtitle(runs: Sequence[ReportedRun]) -> str:
