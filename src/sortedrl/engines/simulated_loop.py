@@ -115,8 +115,7 @@ class SimulatedEnvironments(_Delayed[Answer]):
     def cancel(self, rollout_id: int) -> None:
         self._call_of.pop(rollout_id, None)
 
-    def state(self, rollout_id: int) -> Any:
-        del rollout_id
+    def state(self, rollout_id: int) -> Any: ...
 
     def restore(self, rollout: Rollout, state: Any) -> bool:
         """Nothing to bring back: an answer depends on the rollout only."""

@@ -248,11 +248,7 @@ _SPEECHES = (
     "{name} is sure that {claim}.",
     'The words of {name} are: "{Claim}."',
 )
-_QUESTIONS = (
-    "Who is a knight, and who is a knave?",
-    "What is each of them?",
-    "Tell the knights from the knaves.",
-)
+_QUESTIONS = ("Who is a knight, and who is a knave?", "What is each of them?", "Tell the knights from the knaves.")
 
 
 def claim_text(claim: Claim, names: Sequence[str], wording: Wording = Wording.STORY) -> str:

@@ -198,7 +198,6 @@ class Islanders:
 
     async def finish(self, reason: str) -> Reward:
         """A dialogue without an answer: the reward of a wrong format."""
-        del reason
         return self._reward("")
 
     def state(self) -> bool:

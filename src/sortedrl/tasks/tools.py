@@ -92,7 +92,6 @@ class ToolEnvironment:
 
     async def finish(self, reason: str) -> Reward | float:
         """A limit came before the answer: the task scores an empty one."""
-        del reason
         return self._task.score(self._problem, "")
 
     async def _result(self, call: ToolCall) -> str:

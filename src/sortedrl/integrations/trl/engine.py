@@ -18,14 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sortedrl.core.configuration import ConfigurationError
-from sortedrl.core.engine import (
-    Engine,
-    EngineBase,
-    EngineSpec,
-    Request,
-    missing_members,
-    with_defaults,
-)
+from sortedrl.core.engine import Engine, EngineBase, EngineSpec, Request, missing_members, with_defaults
 from sortedrl.core.rollout import Prompt
 from sortedrl.core.schedule import Schedule
 from sortedrl.core.seeds import derive_seed

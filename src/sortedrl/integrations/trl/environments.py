@@ -31,8 +31,7 @@ class ToolSuffix:
         self._grpo = grpo
 
     def observation(self, messages: Sequence[Message], response: Sequence[int]) -> list[int]:
-        del response  # it ends as the template ends a message
-        try:
+        try:  # the response ends as the template ends a message
             return list(self._grpo._get_tool_suffix_ids(list(messages)))
         except ValueError as error:
             raise TemplateRefused(str(error)) from None
@@ -132,6 +131,7 @@ class LoopHost:
         self._limit_seconds = limit_seconds
         self._done: Inbox[Result] = Inbox()
         self._calls: dict[int, Future[Result]] = {}  # by instance: its last call
+        self.collect, self.wait = self._done.collect, self._done.wait
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
@@ -144,12 +144,6 @@ class LoopHost:
     def _take(self, future: Future[Result]) -> None:
         if not future.cancelled():
             self._done.add([future.result()])
-
-    def collect(self) -> list[Result]:
-        return self._done.collect()
-
-    def wait(self, timeout_seconds: float) -> None:
-        self._done.wait(timeout_seconds)
 
     def drop(self, instance: int) -> None:
         call = self._calls.pop(instance, None)

@@ -77,17 +77,9 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 # Settings of vLLM in this process.
 ENGINE_FIELDS = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_enable_sleep_mode")
-OTHER_ENGINE = (
-    "it sets up vLLM, but another engine generates",
-    "Leave it out, or pass engine='vllm' to the trainer.",
-)
+OTHER_ENGINE = ("it sets up vLLM, but another engine generates", "Leave it out, or pass engine='vllm' to the trainer.")
 # Settings of the off-policy correction: TRL reads them only if old and sampling policy are distinguished.
-CORRECTION_FIELDS = (
-    "vllm_importance_sampling_cap",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-)
+CORRECTION_FIELDS = tuple(f"vllm_importance_sampling_{name}" for name in ("cap", "mode", "clip_max", "clip_min"))
 NOT_CORRECTED = (
     "it has no effect with off_policy_correction='ppo_clip'",
     "Leave it out, or pass off_policy_correction='decoupled' to the trainer.",
@@ -272,11 +264,8 @@ def check_rows(args: GRPOConfig, rows: int) -> None:
     """TRL's data loader counts the steps, and has none if the rows do not fill an update."""
     rollouts, group_size = args.generation_batch_size, args.num_generations
     if rows < rollouts // group_size:
-        raise ConfigurationError(
-            "train_dataset", f"{counted(rows, 'row')}",
-            f"an update has {rollouts} rollouts, {group_size} for each of {rollouts // group_size} rows",
-            "Add rows, or lower generation_batch_size (or per_device_train_batch_size x steps_per_generation).",
-        )  # fmt: skip
+        why = f"an update has {rollouts} rollouts, {group_size} for each of {rollouts // group_size} rows"
+        raise ConfigurationError("train_dataset", counted(rows, "row"), why, "Add rows, or lower the batch size.")
 
 
 def check_filter(trainer: Any, schedule: Schedule) -> None:
@@ -296,11 +285,6 @@ def check_filter(trainer: Any, schedule: Schedule) -> None:
                 "model is sharded, so that all ranks would have to run it at once",
                 "Serve it, and call it from a reward function.",
             )  # fmt: skip
-
-
-def within_context(schedule: Schedule, context: int) -> Schedule:
-    """No context is longer than the engine's: a prompt without room for a response is rejected when it is loaded."""
-    return dataclasses.replace(schedule, max_context_tokens=min(context, schedule.max_context_tokens or context))
 
 
 def with_tools(schedule: Schedule, threads: int, limit_seconds: float) -> Schedule:

@@ -39,11 +39,8 @@ class ScoredGroups(GroupFilter):
 
     def decide(self, group: Sequence[Rollout]) -> str:
         self._score(group)
-        return super().decide([rollout for rollout in group if _has_reward(rollout)] or group)
-
-
-def _has_reward(rollout: Rollout) -> bool:
-    return any(reward is not None for reward in rollout.detail["rewards"])
+        with_reward = [rollout for rollout in group if any(r is not None for r in rollout.detail["rewards"])]
+        return super().decide(with_reward or group)
 
 
 def score_group(trainer: Any, group: Sequence[Rollout]) -> None:

@@ -357,9 +357,7 @@ class FollowedRun:
     has_batch_in_hand = False
     metrics = None
     reward_mean = 0.0
-
-    def __init__(self) -> None:
-        self.version = 0
+    version = 0
 
     def mark_phase(self, phase: str) -> None: ...
 

@@ -289,7 +289,6 @@ class Episode:
 
     async def finish(self, reason: str) -> float:
         """The results of the last turn did not fit."""
-        del reason
         await self._start()
         self._has_ended = True
         return 0.0
@@ -412,5 +411,4 @@ def _ending_with(messages: list[dict[str, Any]], observation: Any) -> list[dict[
 
 def _seen(observation: Any, /, **example: Any) -> Any:
     """In the place of `reset` where TRL calls it: the rollout's own instance has already been through its turns."""
-    del example
     return observation

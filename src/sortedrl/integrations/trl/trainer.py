@@ -30,6 +30,7 @@ import inspect
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self._is_shared = is_function(engine) and self._ranks.size > 1  # rank 0 generates for all
         self.schedule = fields.schedule_for(self.args, schedule, self._ranks.rank, is_shared=self._is_shared)
         fields.check_filter(self, self.schedule)
-        self.schedule = fields.within_context(self.schedule, longest_context(engine, self))
+        own, known = self.schedule.max_context_tokens, longest_context(engine, self)
+        self.schedule = replace(self.schedule, max_context_tokens=min(own or known, known))
         self.slots = self.schedule.rollouts_per_update if slots is None else slots
         self.tool_use: ToolUse | None = None
         if self.tools or self.environment_factories is not None:

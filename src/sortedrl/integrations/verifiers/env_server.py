@@ -115,13 +115,7 @@ def main(parent: int) -> None:
 
     pipes = _Parent()
     config = json.loads(sys.stdin.buffer.readline())
-    serve_env(
-        max_workers=1,
-        address="tcp://127.0.0.1:0",
-        address_queue=pipes,
-        death_pipe=pipes,
-        config_data=config,
-    )
+    serve_env(max_workers=1, address="tcp://127.0.0.1:0", address_queue=pipes, death_pipe=pipes, config_data=config)
 
 
 if __name__ == "__main__":

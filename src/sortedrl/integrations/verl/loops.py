@@ -96,13 +96,10 @@ class AgentLoopTurns:
         self._calls.pop(rollout_id, None)
         self._cancel(rollout_id)
 
-    def state(self, rollout_id: int) -> Any:
-        del rollout_id
-        return None
+    def state(self, rollout_id: int) -> Any: ...
 
     def restore(self, rollout: Rollout, state: Any) -> bool:
         """Only a finished trajectory survives the run: it is in the checkpoint of the TransferQueue."""
-        del state
         return rollout.id in self._loops
 
 
