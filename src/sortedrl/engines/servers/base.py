@@ -21,7 +21,7 @@ from sortedrl.core.wording import counted
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.credentials import Credentials
-from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, said
+from sortedrl.engines.servers.messages import ANY_VOCABULARY, Identity, Malformed, Refused, text_of
 from sortedrl.engines.servers.streams import ServerStreams
 from sortedrl.engines.servers.weight_broadcast import BroadcastGroup, WeightBroadcast
 from sortedrl.engines.servers.weight_files import WeightFiles, Weights
@@ -207,7 +207,7 @@ class HttpEngine(ServerStreams, EngineBase):
             if isinstance(source, WeightBroadcast):
                 self._loop.call_soon_threadsafe(source.leave)
                 fix += " on other GPUs of this machine, or without the NCCL backend"
-            self._die(f"the weight update to version {version} did not complete ({said(error)}); {fix}")
+            self._die(f"the weight update to version {version} did not complete ({text_of(error)}); {fix}")
             raise EngineDied(f"{self.url}: {self._outbox.death}") from None  # the error may repeat a secret
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class HttpEngine(ServerStreams, EngineBase):
         except (Refused, OSError) as error:
             if isinstance(error, Refused) and error.is_about_the_key:
                 raise self._credentials.refused() from None
-            why, fix = f"no server answers there ({said(error)})", "Start the server first, or correct the address."
+            why, fix = f"no server answers there ({text_of(error)})", "Start the server first, or correct the address."
             raise ConfigurationError("url", self.url, why, fix) from None
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             why = f"the server's answer has an unexpected format ({error!r})"
@@ -272,7 +272,7 @@ class HttpEngine(ServerStreams, EngineBase):
                 after = await self.identity()
                 break
             except (Refused, NotReached) as error:
-                self._outage.note(self.now(), said(error), getattr(error, "retry_after", None))
+                self._outage.note(self.now(), text_of(error), getattr(error, "retry_after", None))
                 is_over = self._outage.is_hopeless(self.now(), began)
                 if isinstance(error, Refused):  # 500 is more often an error of the update than of a proxy
                     is_over |= not error.is_servers_state
@@ -302,7 +302,7 @@ class HttpEngine(ServerStreams, EngineBase):
         except Exception as error:
             running = None
             if not await self._is_alive():
-                self._note_outage(said(error), watched=True)
+                self._note_outage(text_of(error), watched=True)
                 return
         self._outage.is_well_again()
         if running is not None and running >= 0:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from sortedrl.core.engine_checks import HIGHEST_LOGPROB, LOWEST_LOGPROB
-from sortedrl.engines.servers.messages import Malformed, Refused, reason_of, said
+from sortedrl.engines.servers.messages import Malformed, Refused, reason_of, text_of
 from sortedrl.engines.servers.messages import msgspec as msgspec
 
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
@@ -27,7 +27,7 @@ def parsed(data: bytes, decoder: msgspec.json.Decoder[Event]) -> Event:
         event = decoder.decode(data)
     except (ValueError, RecursionError) as error:
         shown = data.decode(errors="replace")
-        raise Malformed(f"this is not JSON of the expected form ({said(error)}): {shown!r}") from None
+        raise Malformed(f"this is not JSON of the expected form ({text_of(error)}): {shown!r}") from None
     if event.error:
         code = event.error.get("code") if isinstance(event.error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 500

@@ -132,6 +132,6 @@ def retry_after(header: str | None) -> float | None:
     return max(0.0, seconds) if math.isfinite(seconds) else None
 
 
-def said(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """The message of an exception, or its type if it has none."""
     return str(error) or type(error).__name__

@@ -42,7 +42,7 @@ from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.engines.servers import connection
 from sortedrl.engines.servers.connection import NotReached, ServerConnection
 from sortedrl.engines.servers.engine_thread import BackgroundTasks, Outbox
-from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, said
+from sortedrl.engines.servers.messages import BUSY, Delta, Identity, Malformed, OtherWeights, Refused, checked, text_of
 from sortedrl.engines.servers.outage import Outage
 from sortedrl.engines.servers.requests import Sent, Waiting
 from sortedrl.engines.shared import StopWatches, unknown_token
@@ -177,9 +177,9 @@ class ServerStreams(ABC):
             else:
                 self._fail(sent, f"the server refused it: {refusal}", is_servers_fault=False)
         except NotReached as error:
-            self._turn_away(sent, f"it is unreachable: {said(error)}")
+            self._turn_away(sent, f"it is unreachable: {text_of(error)}")
         except OSError as error:
-            await self._fail_or_wait(sent, f"the connection broke: {said(error)}")
+            await self._fail_or_wait(sent, f"the connection broke: {text_of(error)}")
         except OtherWeights as error:
             self._die(str(error))
         except Malformed as error:
@@ -299,7 +299,7 @@ class ServerStreams(ABC):
             async with asyncio.timeout(connection.PATIENCE_SECONDS):
                 return await self._connection.stream(path, body, lambda data: bool(self.delta_of(data, probe).tokens))
         except Exception as error:  # for any reason: it does not
-            _log.debug("%s does not generate: %s", self.url, self._clean(said(error)))
+            _log.debug("%s does not generate: %s", self.url, self._clean(text_of(error)))
         return False
 
     def _fail(self, sent: Sent, reason: str, *, is_servers_fault: bool = True) -> None:
@@ -372,7 +372,7 @@ class ServerStreams(ABC):
             async with asyncio.timeout(ABORT_SECONDS):
                 return await self.abort_on_server(names)
         except Exception as error:  # closing the connections ends the requests, too
-            _log.debug("%s failed to abort: %s", self.url, self._clean(said(error)))
+            _log.debug("%s failed to abort: %s", self.url, self._clean(text_of(error)))
             return False
 
     # Identity of the server, in the engine's thread
@@ -396,7 +396,7 @@ class ServerStreams(ABC):
                     agrees = found.agrees_with(self._expected) if self._expected.is_known else True
                     trouble = "it no longer reports its identity"
                 except Exception as error:
-                    agrees, trouble = None, said(error)
+                    agrees, trouble = None, text_of(error)
                 if agrees is False:
                     self._die(
                         f"it is not the server that was given the weights: {found}, but it was {self._expected}. It "
