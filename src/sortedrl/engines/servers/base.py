@@ -304,7 +304,7 @@ class HttpEngine(ServerStreams, EngineBase):
             if not await self._is_alive():
                 self._note_outage(text_of(error), watched=True)
                 return
-        self._outage.is_well_again()
+        self._outage.note_healthy()
         if running is not None and running >= 0:
             self._note_running(running)
         self._cut_silent()

@@ -41,7 +41,7 @@ class Outage:
         self.rounds += 1
         self.retry_at = now + min(pause, self._give_up_seconds)
 
-    def is_well_again(self) -> None:
+    def note_healthy(self) -> None:
         """A health check passed: this ends an outage that started with a failed health check."""
         if self._watched:
             self.end()
