@@ -115,10 +115,10 @@ class Rewards(ExitStack):
         return self.enter_context(closing(scorer))
 
 
-POOL = 256  # recent rewards to draw from
+RECENT_REWARDS = 256  # recent rewards to draw from
 
 
-class RewardPool:
+class RewardShuffler:
     """A control experiment: every rollout gets the reward of another one, so there is nothing to learn.
 
     `recent`: rewards in the order in which they were trained on, for checkpoints."""
@@ -130,5 +130,5 @@ class RewardPool:
     def shuffle(self, rollouts: Iterable[Rollout]) -> None:
         """Each gets a reward that was seen recently, its own included."""
         for rollout in rollouts:
-            self.recent = [*self.recent[-POOL:], rollout.reward or 0.0]
+            self.recent = [*self.recent[-RECENT_REWARDS:], rollout.reward or 0.0]
             rollout.reward = self.recent[derive_seed(self._seed, rollout.id, rollout.attempt) % len(self.recent)]

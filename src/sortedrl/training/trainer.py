@@ -46,7 +46,7 @@ from sortedrl.training.build import (
 from sortedrl.training.engine import checked_engine, engine_of, require_own_device
 from sortedrl.training.evaluate import evaluate, unscored_notice
 from sortedrl.training.resources import Resources, problem_digests, read_resources, why_other_problems
-from sortedrl.training.rewards import RewardPool, Rewards
+from sortedrl.training.rewards import Rewards, RewardShuffler
 from sortedrl.training.run_dir import RunFolder
 from sortedrl.training.run_record import RunRecord
 from sortedrl.training.settings import TrainSettings, changes_of, changes_refused, listed, schedule_of
@@ -82,7 +82,7 @@ class TrainingRun:
         self.checked = self._checked(engine)
         self.engine: EngineBase = self.checked or engine
         self.rewards.require_ready()
-        self.reward_pool = RewardPool(settings.seed)  # for `shuffle_rewards`
+        self.reward_shuffler = RewardShuffler(settings.seed)  # for `shuffle_rewards`
         self.training_rewards = self.rewards.source()
         self.evaluation_rewards = self.rewards.source()
         to_close.callback(self.record.flush)
@@ -162,7 +162,7 @@ class TrainingRun:
             self.controller.mark(SettingsChanged, changes)
         self.before = Evaluation(tuple(notes["before_ids"]), tuple(map(tuple, notes["before"])))
         self.best = tuple(notes["best"]) if notes["best"] else None
-        self.reward_pool.recent = notes["recent_rewards"]
+        self.reward_shuffler.recent = notes["recent_rewards"]
         self.saved = self._progress()
         checkpoint.restore_random(saved.random)
 
@@ -198,7 +198,7 @@ class TrainingRun:
     def _update(self, batch: Batch) -> None:
         settings, done = self.settings, batch.update + 1
         if settings.shuffle_rewards:
-            self.reward_pool.shuffle(batch)
+            self.reward_shuffler.shuffle(batch)
         self.drafts.mark(self.controller)
         stats = self._step(batch)
         self.controller.publish(self._weights())
@@ -309,7 +309,7 @@ class TrainingRun:
             "before": self.before.correct,
             "before_ids": self.before.problem_ids,
             "problems": self.problem_digests,
-            "recent_rewards": self.reward_pool.recent,
+            "recent_rewards": self.reward_shuffler.recent,
             "best": self.best,
             "seconds": self.record.seconds,
             "settings": as_json(self.settings),  # config.json may be damaged
