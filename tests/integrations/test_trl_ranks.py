@@ -25,7 +25,7 @@ from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.events import Filtered, Scored, Updated
 from sortedrl.core.rollout import Prompt, Rollout, Segment
 from sortedrl.integrations.trl.fields import check_model, check_parts
-from sortedrl.integrations.trl.rows import dealt, rows_in_groups
+from sortedrl.integrations.trl.rows import rows_by_rank, rows_in_groups
 from sortedrl.integrations.trl.run import read_state, write_state
 from sortedrl.log.reading import read_events, without_rolled_back
 from sortedrl.models import BUILT_IN_MODEL
@@ -190,7 +190,7 @@ def rollout(id: int, group: int, tokens: int) -> Rollout:
 @pytest.mark.parametrize("groups", [1, 3, 4, 7])
 def test_each_rank_gets_whole_groups_of_all_lengths(groups: int) -> None:
     rows = rows_in_groups([rollout(id, id // 2, 10 * (id // 2) + 1) for id in range(2 * groups)], 2)
-    parts = dealt(rows, 3, 2, 4)
+    parts = rows_by_rank(rows, 3, 2, 4)
     assert len({len(part) for part in parts}) == 1 and len(parts[0]) % 4 == 0
     trained = [[row.rollout.id for row in part if row.trains] for part in parts]
     assert sorted(id for part in trained for id in part) == list(range(2 * groups))

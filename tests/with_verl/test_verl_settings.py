@@ -7,7 +7,7 @@ from verl_config import ROLLOUT, SEPARATE, compose
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.strategies.registry import STRATEGIES
 from sortedrl.integrations.verl.settings import has_own_gpus, settings_of, slots_of
-from sortedrl.integrations.verl.trainer import dealt_out
+from sortedrl.integrations.verl.trainer import minibatch_order
 
 FILTER = ["algorithm.filter_groups.enable=True"]
 CORRECTION = "algorithm.rollout_correction"
@@ -146,7 +146,7 @@ def test_the_ratio_against_the_sampling_policy_is_a_correction_too() -> None:
 def test_every_mini_batch_of_a_rank_has_the_same_mix_of_lengths(ranks: int, minibatches: int) -> None:
     count = 12 * ranks * minibatches
     lengths = sorted(10 * place for place in range(count))
-    order = dealt_out(lengths, ranks, minibatches)
+    order = minibatch_order(lengths, ranks, minibatches)
     assert sorted(order) == list(range(count))
     per_rank = count // ranks
     for rank in range(ranks):

@@ -53,7 +53,7 @@ def rows_needed(rows: int, group_size: int, micro_batches: int) -> int:
     return -(-rows // unit) * unit
 
 
-def dealt(rows: Sequence[Row], ranks: int, group_size: int, micro_batches: int) -> list[list[Row]]:
+def rows_by_rank(rows: Sequence[Row], ranks: int, group_size: int, micro_batches: int) -> list[list[Row]]:
     """Whole groups for each rank, of about the same lengths, padded to the same number of rows."""
     parts: list[list[Row]] = [[] for _ in range(ranks)]
     for place in range(0, len(rows), group_size):

@@ -60,12 +60,12 @@ from sortedrl.integrations.trl.environments import TrlEnvironments
 from sortedrl.integrations.trl.group_rewards import rewards_of_update, total_rewards
 from sortedrl.integrations.trl.rows import (
     Row,
-    dealt,
     filled_up,
     first_turn,
     loss_mask,
     micro_batches,
     prompt_of,
+    rows_by_rank,
     rows_in_groups,
     rows_needed,
     token_staleness,
@@ -284,7 +284,7 @@ class SortedGRPOTrainer(_Host):  # type: ignore[misc]
         self.model.train()  # the engine switches dropout off in the shared module
         self._engine.sleep_until_update()  # an evaluation, too, begins with a weight update
         if self._is_shared:
-            parts = dealt(rows, self._ranks.size, self.num_generations, steps) if rows else None
+            parts = rows_by_rank(rows, self._ranks.size, self.num_generations, steps) if rows else None
             self._rows, version = self._ranks.scatter(parts and [(part, run.version) for part in parts])
             self._scheduled_rows = [row for part in parts or () for row in part]
             if isinstance(run, FollowedRun):

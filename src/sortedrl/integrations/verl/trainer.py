@@ -208,7 +208,7 @@ class PPOTrainerSortedRL(PPOTrainer):  # type: ignore[misc]
         """verl's, which gives every rank its rows; then each rank's rows in the order in which they train."""
         batch = super()._balance_batch(batch, *args, **kwargs)
         lengths = [tag["seq_len"] for tag in batch.tags]
-        batch.reorder(dealt_out(lengths, self._ranks, self.sortedrl.minibatches))
+        batch.reorder(minibatch_order(lengths, self._ranks, self.sortedrl.minibatches))
         return batch
 
     @property
@@ -435,7 +435,7 @@ def _copies(responses: Sequence[Fresh]) -> list[str]:
     return copies
 
 
-def dealt_out(lengths: Sequence[int], ranks: int, minibatches: int) -> list[int]:
+def minibatch_order(lengths: Sequence[int], ranks: int, minibatches: int) -> list[int]:
     """The new order of an update's rows: every rank keeps its rows, distributed by length over its mini-batches.
 
     verl gives each data-parallel rank consecutive rows and splits them into mini-batches from front to back. Updates
