@@ -18,7 +18,7 @@ from sortedrl.integrations.verl.agent import SortedAgentLoopManager, rows_with_t
 from sortedrl.integrations.verl.client import SortedClient
 from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
-from sortedrl.integrations.verl.visit import Ticket
+from sortedrl.integrations.verl.worker_loop import Ticket
 
 Row = dict[str, Any]  # fields of the dataset: agent_name, raw_prompt, ...
 

@@ -11,7 +11,7 @@ and which rollouts form an update. It is `core.Controller`, unchanged: the inter
     agent.SortedAgentLoopManager        exchange.Exchange        a Ray actor; also the gate: who has a slot
        |                                   ^
     agent.SortedAgentLoopWorker -----------+         Ray actors, on all nodes
-       |  any agent loop of verl or of the user      visit.Visit: what it has sampled so far
+       |  any agent loop of verl or of the user      worker_loop.WorkerLoop: what it has sampled so far
     client.SortedClient --> verl's load balancer --> vLLM or SGLang servers
 
 One rollout is one run of an agent loop, and one call of `generate` is one turn. The client waits at the gate for a slot

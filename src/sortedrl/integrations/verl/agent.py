@@ -21,7 +21,7 @@ from sortedrl.core.rollout import Prompt
 from sortedrl.integrations.verl.engine import WORKER_SECONDS
 from sortedrl.integrations.verl.exchange import LoopEnded, LoopFailed, LoopScored, TurnAborted, reason_for_report
 from sortedrl.integrations.verl.settings import metric_of, value_of
-from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
+from sortedrl.integrations.verl.worker_loop import WORKER_LOOP, RolloutAborted, Ticket, WorkerLoop
 
 TICKET = "sortedrl_ticket"  # the field of a row
 SINGLE_TURN = "single_turn_agent"  # verl's name of its loop that calls `generate` once
@@ -53,8 +53,8 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         is_single_turn = prompt["agent_name"] == SINGLE_TURN
-        visit = Visit(ticket, self.llm_client.exchange, is_single_turn=is_single_turn)
-        VISIT.set(visit)  # local to this task: verl runs every row in its own task
+        loop = WorkerLoop(ticket, self.llm_client.exchange, is_single_turn=is_single_turn)
+        WORKER_LOOP.set(loop)  # local to this task: verl runs every row in its own task
         task = asyncio.current_task()
         assert task is not None
         self._loops[ticket.dispatch] = task
@@ -63,28 +63,28 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
                 dict(sampling_params), trajectory=trajectory, trace=trace, session_id=ticket.dispatch, **prompt
             )
         except (RolloutAborted, asyncio.CancelledError):
-            await visit.report(TurnAborted(ticket.dispatch))
+            await loop.report(TurnAborted(ticket.dispatch))
         except Exception as error:
-            await visit.report(LoopFailed(ticket.dispatch, reason_for_report(error)))
+            await loop.report(LoopFailed(ticket.dispatch, reason_for_report(error)))
         finally:
-            visit.is_over = True
+            loop.is_over = True
             del self._loops[ticket.dispatch]
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         """Score the trajectories and put them into the TransferQueue, as verl does."""
-        visit = VISIT.get()
-        if visit is None:
+        loop = WORKER_LOOP.get()
+        if loop is None:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        ticket = visit.ticket
+        ticket = loop.ticket
         outputs = output if isinstance(output, list) else [output]
         if not outputs:
             raise RuntimeError("the agent loop returned nothing")
-        fault = visit.fault_of(outputs) if visit.turns > 1 else None
+        fault = loop.fault_of(outputs) if loop.turns > 1 else None
         if fault is not None:
             raise RuntimeError(fault)
-        if not visit.is_single_turn:
-            await visit.report(LoopEnded(ticket.dispatch))
+        if not loop.is_single_turn:
+            await loop.report(LoopEnded(ticket.dispatch))
         await super()._agent_loop_postprocess(outputs, validate, **kwargs)
         reward = outputs[-1].reward_score
         if reward is None:
@@ -92,7 +92,7 @@ class SortedAgentLoopWorker(_PlainWorker):  # type: ignore[misc]
         keys = tuple(f"{kwargs['uid']}_{ticket.dispatch}_{index}" for index in range(len(outputs)))
         extra_info = outputs[-1].extra_fields.get("reward_extra_info") or {}
         metric = None if self._metric is None else value_of(self._metric, extra_info)
-        await visit.report(LoopScored(ticket.dispatch, float(reward), keys, metric))
+        await loop.report(LoopScored(ticket.dispatch, float(reward), keys, metric))
 
 
 class SortedAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]

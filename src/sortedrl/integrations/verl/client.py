@@ -14,7 +14,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from sortedrl.integrations.verl.exchange import LoopEnded, Made, Report, ServerFailed, TurnFinished, reason_for_report
-from sortedrl.integrations.verl.visit import VISIT, RolloutAborted, Ticket, Visit
+from sortedrl.integrations.verl.worker_loop import WORKER_LOOP, RolloutAborted, Ticket, WorkerLoop
 
 _ABORTED = ("abort", "aborted")
 _LIMITS = ("max_tokens", "max_new_tokens")  # what agent loops call it
@@ -29,26 +29,26 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        visit = VISIT.get()
-        if visit is None:
+        loop = WORKER_LOOP.get()
+        if loop is None:
             return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
-        async with visit.turn:
-            return await self._turn(visit, request_id, list(prompt_ids), sampling_params, kwargs)
+        async with loop.turn:
+            return await self._turn(loop, request_id, list(prompt_ids), sampling_params, **kwargs)
 
     async def _turn(
-        self, visit: Visit, request_id: str, prompt: list[int], sampling_params: dict[str, Any], kwargs: dict[str, Any]
+        self, loop: WorkerLoop, request_id: str, prompt: list[int], sampling_params: dict[str, Any], **kwargs: Any
     ) -> TokenOutput:
         """Sample a turn, in one or more stays at the servers."""
-        observation = visit.begin_turn(prompt)
-        whole = _kept_output(visit.ticket) if observation is None else _nothing()
-        room = self._room(visit, len(prompt))
-        if visit.is_full or room <= len(whole.token_ids):
-            visit.refuse_turn()
+        observation = loop.begin_turn(prompt)
+        whole = _kept_output(loop.ticket) if observation is None else _nothing()
+        room = self._room(loop, len(prompt))
+        if loop.is_full or room <= len(whole.token_ids):
+            loop.refuse_turn()
             whole.stop_reason = "length"
             return whole
         limit = min([room, *(int(sampling_params[name]) for name in _LIMITS if sampling_params.get(name))])
         plain = {name: value for name, value in sampling_params.items() if name not in _LIMITS}
-        allowed = await visit.enter(observation)
+        allowed = await loop.enter(observation)
         while True:
             left = max(1, min(limit - len(whole.token_ids), allowed))
             try:
@@ -58,40 +58,40 @@ class SortedClient(LLMServerClient):  # type: ignore[misc]
                     sampling_params={**plain, "max_tokens": left},
                     **kwargs,
                 )
-                made = _taken(visit, output, whole)
+                made = _taken(loop, output, whole)
             except Exception as error:
                 is_gone = isinstance(error, RayActorError)
-                await visit.report(ServerFailed(visit.ticket.dispatch, reason_for_report(error), is_gone))
-                allowed = await visit.enter()
+                await loop.report(ServerFailed(loop.ticket.dispatch, reason_for_report(error), is_gone))
+                allowed = await loop.enter()
                 continue
-            if visit.is_over:  # a second task of the loop called, and the loop did not wait for it
+            if loop.is_over:  # a second task of it called, and it did not wait for that
                 raise RolloutAborted
             allowed -= len(output.token_ids)
             if output.stop_reason not in _ABORTED or len(output.token_ids) >= left:
-                visit.is_full = allowed <= 0 or len(whole.token_ids) >= room
+                loop.is_full = allowed <= 0 or len(whole.token_ids) >= room
                 whole.stop_reason = output.stop_reason if len(output.token_ids) < left else "length"
-                visit.end_turn(whole.token_ids)
-                await visit.report(*made, *_end_of_turn(visit))
+                loop.end_turn(whole.token_ids)
+                await loop.report(*made, *_end_of_turn(loop))
                 return whole
-            await visit.report(*made)
-            if await visit.has_slot():
+            await loop.report(*made)
+            if await loop.has_slot():
                 await asyncio.sleep(_RETRY_SECONDS)  # aborted, but not by us: continue
             else:
-                allowed = await visit.enter()
+                allowed = await loop.enter()
 
-    def _room(self, visit: Visit, prompt_length: int) -> int:
+    def _room(self, loop: WorkerLoop, prompt_length: int) -> int:
         """How many tokens fit after this prompt: `response_length` counts all tokens after the context's first one."""
         rollout = self.config.actor_rollout_ref.rollout
-        first = min(visit.contexts[-1].prompt_length, int(rollout.prompt_length))
+        first = min(loop.contexts[-1].prompt_length, int(rollout.prompt_length))
         return first + int(rollout.response_length) - prompt_length
 
 
-def _end_of_turn(visit: Visit) -> list[Report]:
-    finished = TurnFinished(visit.ticket.dispatch, truncated=visit.is_full)
-    return [finished, LoopEnded(visit.ticket.dispatch)] if visit.is_single_turn else [finished]
+def _end_of_turn(loop: WorkerLoop) -> list[Report]:
+    finished = TurnFinished(loop.ticket.dispatch, truncated=loop.is_full)
+    return [finished, LoopEnded(loop.ticket.dispatch)] if loop.is_single_turn else [finished]
 
 
-def _taken(visit: Visit, output: TokenOutput, whole: TokenOutput) -> list[Report]:
+def _taken(loop: WorkerLoop, output: TokenOutput, whole: TokenOutput) -> list[Report]:
     """Append the tokens from a server, and return the report of them."""
     version = output.extra_fields.get("global_steps")
     if version is None:
@@ -107,7 +107,7 @@ def _taken(visit: Visit, output: TokenOutput, whole: TokenOutput) -> list[Report
     whole.token_ids.extend(output.token_ids)
     whole.log_probs.extend(logprobs)
     _note_versions(whole, int(version))
-    return [Made(visit.ticket.dispatch, array("i", output.token_ids), array("f", logprobs), int(version))]
+    return [Made(loop.ticket.dispatch, array("i", output.token_ids), array("f", logprobs), int(version))]
 
 
 def _nothing() -> TokenOutput:

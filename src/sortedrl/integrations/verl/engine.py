@@ -23,8 +23,8 @@ from sortedrl.core import engine as core
 from sortedrl.core.engine import Change, EngineBase, EngineDied, Request
 from sortedrl.core.rollout import Rollout, Segment
 from sortedrl.integrations.verl import exchange as reports
-from sortedrl.integrations.verl.loops import AgentLoopTurns, Loop, VerlScores
-from sortedrl.integrations.verl.visit import Ticket
+from sortedrl.integrations.verl.loops import AgentLoopTurns, SchedulerLoop, VerlScores
+from sortedrl.integrations.verl.worker_loop import Ticket
 
 _PATIENCE_SECONDS = 1.0  # for an abort to take effect, before late requests are let in and aborted again
 _STOP_LIMIT_SECONDS = 300.0
@@ -54,7 +54,7 @@ class VerlEngine(EngineBase):
         max_start_seconds: float,  # from a slot to the loop's call of `generate`
     ) -> None:
         self.slots = slots
-        self.loops: dict[int, Loop] = {}  # by rollout id
+        self.loops: dict[int, SchedulerLoop] = {}  # by rollout id
         self.scores = VerlScores(self.loops, self.wait_until)
         self.turns = AgentLoopTurns(self.loops, self.wait_until, self.cancel)
         self.version = 0  # of the servers' weights
@@ -227,12 +227,12 @@ class VerlEngine(EngineBase):
             return None
         return loop.dispatch
 
-    def _new_loop(self, id: int, length: int = 0) -> Loop:
+    def _new_loop(self, id: int, length: int = 0) -> SchedulerLoop:
         if id in self.loops:
             self._drop(id)
         dispatch, self._count = self._count, self._count + 1
         self._id_of[dispatch] = id
-        self.loops[id] = Loop(id, dispatch, length)
+        self.loops[id] = SchedulerLoop(id, dispatch, length)
         return self.loops[id]
 
     def _leave_slot(self, id: int) -> None:
@@ -298,7 +298,7 @@ class VerlEngine(EngineBase):
             else:
                 loop.outcome = report
 
-    def _changes(self, loop: Loop, at: float, report: reports.Report) -> list[Change]:
+    def _changes(self, loop: SchedulerLoop, at: float, report: reports.Report) -> list[Change]:
         """Of a rollout in a slot."""
         match report:
             case reports.TurnStarted():
@@ -322,7 +322,7 @@ class VerlEngine(EngineBase):
                 return self._ended_in_slot(loop, at, report)
         return []
 
-    def _ended_in_slot(self, loop: Loop, at: float, report: reports.LoopFailed | reports.LoopEnded) -> list[Change]:
+    def _ended_in_slot(self, loop: SchedulerLoop, at: float, report: reports.Report) -> list[Change]:
         """The loop ended although it had asked for a turn, or before its first one."""
         self._leave_slot(loop.id)
         loop.is_live = False

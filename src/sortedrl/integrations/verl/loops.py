@@ -23,8 +23,8 @@ WaitUntil = Callable[[Callable[[], bool], float], None]  # a condition, or so ma
 
 
 @dataclass(slots=True)
-class Loop:
-    """One run of an agent loop in verl, or its result."""
+class SchedulerLoop:
+    """What the scheduler knows of one run of an agent loop, or of its result."""
 
     id: int  # of the rollout
     dispatch: int
@@ -42,7 +42,7 @@ class Loop:
         return self.has_ended and not self.is_live
 
 
-Loops = Mapping[int, Loop]  # by rollout id: its agent loop that works, waits or has ended with a result
+Loops = Mapping[int, SchedulerLoop]  # by rollout id: its agent loop that works, waits or has ended with a result
 
 
 class AgentLoopTurns:

@@ -47,8 +47,8 @@ from sortedrl.integrations.verl.engine import VerlEngine
 from sortedrl.integrations.verl.exchange import open_exchange
 from sortedrl.integrations.verl.pump import Pump
 from sortedrl.integrations.verl.settings import Settings, keeps_unequal, settings_of, slots_of
-from sortedrl.integrations.verl.visit import Ticket
 from sortedrl.integrations.verl.weight_check import MOST_OTHERS, Fresh, OtherRollouts, check_weights, fresh_responses
+from sortedrl.integrations.verl.worker_loop import Ticket
 from sortedrl.log.atomic_write import write_atomically
 from sortedrl.log.recorder import Recorder
 from sortedrl.observe.metrics import Metrics

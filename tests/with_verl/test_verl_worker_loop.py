@@ -15,18 +15,18 @@ from sortedrl.integrations.verl.exchange import (
     TurnStarted,
     reason_for_report,
 )
-from sortedrl.integrations.verl.visit import NOT_SAMPLED, Ticket, Visit
+from sortedrl.integrations.verl.worker_loop import NOT_SAMPLED, Ticket, WorkerLoop
 
 
-def visit_with(*turns: tuple[list[int], list[int]]) -> tuple[Visit, list[list[int] | None]]:
+def loop_with(*turns: tuple[list[int], list[int]]) -> tuple[WorkerLoop, list[list[int] | None]]:
     """Each turn is a prompt and what was sampled after it. Also returns the observations."""
-    visit = Visit(Ticket(0, ()), None, is_single_turn=False)
+    loop = WorkerLoop(Ticket(0, ()), None, is_single_turn=False)
     observed = []
     for prompt, tokens in turns:
-        observation = visit.begin_turn(prompt)
+        observation = loop.begin_turn(prompt)
         observed.append(None if observation is None else observation.tolist())
-        visit.end_turn(tokens)
-    return visit, observed
+        loop.end_turn(tokens)
+    return loop, observed
 
 
 def output(prompt: list[int], ids: list[int], mask: list[int]) -> Any:
@@ -34,39 +34,39 @@ def output(prompt: list[int], ids: list[int], mask: list[int]) -> Any:
 
 
 def test_what_a_prompt_adds_is_the_observation() -> None:
-    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [7]))
+    loop, observed = loop_with(([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [7]))
     assert observed == [None, [5, 6]]
-    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 0, 1])]) is None
-    assert visit.fault_of([output([1, 2], [3, 4, 5], [1, 1, 0])]) is None, "cut at response_length"
-    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7, 8], [1, 1, 0, 0, 1, 0])]) is None
+    assert loop.fault_of([output([1, 2], [3, 4, 5, 6, 7], [1, 1, 0, 0, 1])]) is None
+    assert loop.fault_of([output([1, 2], [3, 4, 5], [1, 1, 0])]) is None, "cut at response_length"
+    assert loop.fault_of([output([1, 2], [3, 4, 5, 6, 7, 8], [1, 1, 0, 0, 1, 0])]) is None
 
 
 def test_tokens_of_a_tool_must_not_be_trained_on() -> None:
-    visit, _ = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [7]))
-    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7], [1, 1, 1, 0, 1])]) == NOT_SAMPLED
-    assert visit.fault_of([output([1, 2], [3, 4, 5, 6, 7, 8], [1, 1, 0, 0, 1, 1])]) == NOT_SAMPLED
+    loop, _ = loop_with(([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [7]))
+    assert loop.fault_of([output([1, 2], [3, 4, 5, 6, 7], [1, 1, 1, 0, 1])]) == NOT_SAMPLED
+    assert loop.fault_of([output([1, 2], [3, 4, 5, 6, 7, 8], [1, 1, 0, 0, 1, 1])]) == NOT_SAMPLED
 
 
 def test_a_history_that_was_encoded_again_must_not_be_trained_on() -> None:
-    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 9, 4, 5], [7]))
+    loop, observed = loop_with(([1, 2], [3, 4]), ([1, 2, 9, 4, 5], [7]))
     assert observed == [None, [9, 4, 5]]
-    assert visit.fault_of([output([1, 2], [9, 4, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED
-    assert visit.fault_of([output([1, 2], [3, 4, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED, "7 was sampled after a 9"
-    assert visit.fault_of([output([1, 2, 9, 4, 5], [7], [1])]) is None, "a context of its own"
+    assert loop.fault_of([output([1, 2], [9, 4, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED
+    assert loop.fault_of([output([1, 2], [3, 4, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED, "7 was sampled after a 9"
+    assert loop.fault_of([output([1, 2, 9, 4, 5], [7], [1])]) is None, "a context of its own"
 
 
 def test_a_loop_may_trim_the_end_of_a_turn() -> None:
     """Some templates write the token that ended a turn differently."""
-    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 8, 5], [7]))
+    loop, observed = loop_with(([1, 2], [3, 4]), ([1, 2, 3, 8, 5], [7]))
     assert observed == [None, [8, 5]]
-    assert visit.fault_of([output([1, 2], [3, 8, 5, 7], [1, 0, 0, 1])]) is None
-    assert visit.fault_of([output([1, 2], [3, 8, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED
+    assert loop.fault_of([output([1, 2], [3, 8, 5, 7], [1, 0, 0, 1])]) is None
+    assert loop.fault_of([output([1, 2], [3, 8, 5, 7], [1, 1, 0, 1])]) == NOT_SAMPLED
 
 
 def test_a_call_that_adds_nothing_counts_one_token() -> None:
-    visit, observed = visit_with(([1, 2], [3, 4]), ([1, 2, 3, 4], [5]), ([1, 2], [6]))
+    loop, observed = loop_with(([1, 2], [3, 4]), ([1, 2, 3, 4], [5]), ([1, 2], [6]))
     assert observed == [None, [4], [2]]
-    assert visit.fault_of([output([1, 2], [3, 4, 5], [1, 1, 1]), output([1, 2], [6], [1])]) is None
+    assert loop.fault_of([output([1, 2], [3, 4, 5], [1, 1, 1]), output([1, 2], [6], [1])]) is None
 
 
 async def _enters(exchange: Exchange, dispatch: int) -> asyncio.Task[int | None]:

@@ -1,4 +1,4 @@
-"""One run of an agent loop for a rollout: what it has sampled so far, and in which contexts.
+"""One run of an agent loop in its worker: what it has sampled so far, and in which contexts.
 
 An agent loop calls `generate` once per turn, each time with all tokens of its context. Usually a prompt extends what
 the loop had before: the tokens that it adds are the observation. A loop may also trim the end of the last turn (a stop
@@ -44,7 +44,7 @@ class Context:
     sampled: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each turn, in order
 
 
-class Visit:
+class WorkerLoop:
     """`turn` makes concurrent calls of `generate` turns that follow each other: a rollout has one slot."""
 
     def __init__(self, ticket: Ticket, exchange: Any, *, is_single_turn: bool) -> None:
@@ -127,4 +127,4 @@ def _covers(context: Context, ids: Sequence[int], trained: Sequence[int]) -> boo
     return sampled.issuperset(trained)
 
 
-VISIT: ContextVar[Visit | None] = ContextVar("sortedrl_visit", default=None)
+WORKER_LOOP: ContextVar[WorkerLoop | None] = ContextVar("sortedrl_worker_loop", default=None)
