@@ -4,11 +4,11 @@ Workers are fresh interpreters without the threads, the GPU or the API key of th
 so that it cannot mix with the output of a run. They end with this process, even if it is killed. A call that exceeds
 its time limit is killed, with every process that it started (guardian.py).
 
-Only the culprit pays for a process that ends: all other calls in it are made again. Each call has an owner, and an
-owner that ended a process which also served others gets a process of its own, where its calls are made again: the
-others may have spoiled the process, by a thread that ends it, or by using up its memory. If it is not known for which
-call the process worked, half of its owners move to another process, and so on, until the culprit is alone. Only a call
-that ends a process which no other owner shares is answered with an error. So is one that certainly blocked it.
+If a process ends, only the call that caused it fails: all others in it are made again. Each call has an owner. If a
+call ended a process that also served other owners, these may be the cause, by a thread that ends it, or by using up
+its memory: so the owner of the call gets a process of its own, where its calls are made again. If it is not known for
+which call the process worked, half of its owners move to another process, and so on, until the cause is alone. A call
+fails if it ends a process that no other owner shares, or if it certainly blocked its process.
 
 One thread owns all processes and their connections, in an event loop.
 """
