@@ -90,7 +90,7 @@ def _set_by(study: Path) -> Iterator[None]:
 
 
 def _check_what_must_exist(settings: dict[str, Any], *, asks_engine: bool) -> None:
-    check_what_must_exist(validated(TrainSettings, settings), imports_yours=True, asks_engine=asks_engine)
+    check_what_must_exist(validated(TrainSettings, settings), import_user_code=True, asks_engine=asks_engine)
 
 
 def _show(settings: CompareSettings, comparison: Comparison) -> int:

@@ -10,7 +10,7 @@ SETTINGS = EvalSettings
 
 def run(settings: EvalSettings) -> int:
     with stdout_reserved_for_json(settings):
-        check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
+        check_what_must_exist(settings, import_user_code=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         derived = {"samples_in_all_at_most": settings.eval_problems * settings.eval_samples}
         return print_settings(settings, derived)

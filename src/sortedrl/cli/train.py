@@ -23,7 +23,7 @@ def run(settings: TrainSettings) -> int:
     if settings.resume is not None:  # refuse a change before PyTorch is imported, which takes seconds
         changed_on_resume(settings, saved_settings(settings.resume))
     with stdout_reserved_for_json(settings):
-        check_what_must_exist(settings, imports_yours=settings.dry_run, asks_engine=not settings.dry_run)
+        check_what_must_exist(settings, import_user_code=settings.dry_run, asks_engine=not settings.dry_run)
     if settings.dry_run:
         context_tokens, whole_groups = settings.longest_context(), settings.wants_whole_groups()
         more = {"whole_groups": whole_groups, "context_tokens": context_tokens}

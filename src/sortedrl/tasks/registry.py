@@ -76,18 +76,17 @@ def _knights_and_knaves(variant: str) -> Any:
     raise ValueError(f"knights_and_knaves has no variant {variant!r}; use small, mixed or dialogue, or leave it out")
 
 
-def check_name(name: str, options: dict[str, Any], *, tools: Sequence[str] = (), imports_yours: bool = False) -> None:
-    """Refuse a name or an option that no task has, with a ValueError. `imports_yours`: also look up your own task, and
-    the tools.
-
-    A task of your own is not created, which may take long.
-    """
+def check_name(
+    name: str, options: dict[str, Any], *, tools: Sequence[str] = (), import_user_code: bool = False
+) -> None:
+    """Refuse a name or an option that no task has, with a ValueError. `import_user_code`: also look up the tools and a
+    task of your own, which is not created: that may take long."""
     kind, _, variant = name.partition(":")
     if is_built_in(name) or not variant:
         _without_tools(name, options)
-    elif kind != "verifiers" and imports_yours:
+    elif kind != "verifiers" and import_user_code:
         import_object(name, is_task)
-    if tools and imports_yours:
+    if tools and import_user_code:
         from sortedrl.tasks.tools import function_of
 
         for tool in tools:

@@ -204,20 +204,20 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         require_packages(self.tracker)
 
 
-def check_what_must_exist(settings: ModelSettings, *, imports_yours: bool = False, asks_engine: bool = True) -> None:
+def check_what_must_exist(settings: ModelSettings, *, import_user_code: bool = False, asks_engine: bool = True) -> None:
     """Refuse a model, an engine or a built-in task that is not there, before PyTorch is imported, which takes seconds.
 
-    `imports_yours`: also import an engine and a task of your own, without creating them. `asks_engine`: its package
+    `import_user_code`: also import an engine and a task of your own, without creating them. `asks_engine`: its package
     must be installed, and its servers must answer; a dry run may be made on another machine.
     """
     check_model_path(settings.model)
     if asks_engine:
         check_available(settings.engine, settings.engine_urls)
-    if imports_yours and settings.engine not in ENGINES:
+    if import_user_code and settings.engine not in ENGINES:
         factory_named(settings.engine)
     try:
         options = settings.resolved_task_options()
-        check_task_name(settings.task, options, tools=settings.tools, imports_yours=imports_yours)
+        check_task_name(settings.task, options, tools=settings.tools, import_user_code=import_user_code)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise task_error(settings, str(error)) from None
 
