@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sortedrl.training.cpu_threads import PARAMETERS_PER_THREAD, let_waiting_threads_sleep, threads_for
+from sortedrl.training.cpu_threads import PARAMETERS_PER_THREAD, set_passive_waiting, threads_for
 
 BUILT_IN = 341_280
 
@@ -54,7 +54,7 @@ training_module("trainer")
 def test_what_the_user_set_about_waiting_threads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("KMP_BLOCKTIME", "200")
-    let_waiting_threads_sleep()
+    set_passive_waiting()
     assert (os.environ["OMP_WAIT_POLICY"], os.environ["KMP_BLOCKTIME"]) == ("ACTIVE", "200")
 
 

@@ -21,7 +21,7 @@ from sortedrl.observe.console import PlainConsole, run_console
 from sortedrl.settings.base import Settings, as_json
 from sortedrl.settings.install_hint import install_hint
 from sortedrl.settings.schedule import prompts_per_cohort
-from sortedrl.training.cpu_threads import let_waiting_threads_sleep
+from sortedrl.training.cpu_threads import set_passive_waiting
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -142,7 +142,7 @@ def require_train_extra() -> None:
 
 def training_module(name: str) -> Any:
     """A module of `training`. PyTorch is imported here, with threads that sleep while they wait."""
-    let_waiting_threads_sleep()
+    set_passive_waiting()
     try:
         return importlib.import_module(f"sortedrl.training.{name}")
     except ImportError as error:

@@ -10,7 +10,7 @@ import os
 PARAMETERS_PER_THREAD = 5_000_000  # below this a second thread gains little and has to be waited for
 
 
-def let_waiting_threads_sleep() -> None:
+def set_passive_waiting() -> None:
     """Call before PyTorch is imported: its OpenMP runtime (GNU's or Intel's) reads this once. What is set stays."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
