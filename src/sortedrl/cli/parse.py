@@ -201,8 +201,8 @@ def _unknown_flag(flag: str, kind: type[Settings], program: str) -> str:
     if (ours := _our_name_for(key, kind)) is not None:
         use = f"set {ours} in a TOML file with --config" if ours in kind.file_only else f"use --{flag_of(ours)}"
         return f"no such flag: --{flag}. Here it has another name: {use}"
-    if key in kind.not_here:
-        return f"no such flag: --{flag}. Reason: {kind.not_here[key]}"
+    if key in kind.why_absent:
+        return f"no such flag: --{flag}. Reason: {kind.why_absent[key]}"
     known = [flag_of(key) for key in kind.model_fields if key not in kind.file_only]
     near = difflib.get_close_matches(flag, known, n=1)
     return f"no such flag: --{flag}. " + (f"Did you mean --{near[0]}?" if near else f"See {program} --help.")
@@ -234,8 +234,8 @@ def _refuse_unknown_keys(kind: type[Settings], values: dict[str, Any]) -> None:
         why, fix = "no such key", f"Did you mean {near[0]}?" if near else f"Keys: {', '.join(known)}."
         if isinstance(value, dict) and not near:
             why, fix = "no such table", "Put its keys at the top level of the file."
-        elif key in kind.not_here:
-            fix = f"Reason: {kind.not_here[key]}."
+        elif key in kind.why_absent:
+            fix = f"Reason: {kind.why_absent[key]}."
         elif (ours := _our_name_for(key, kind)) is not None:
             why, fix = "no such key: here it has another name", f"Use {ours}."
         raise ConfigurationError(key, value, why, fix)

@@ -24,7 +24,7 @@ class Settings(SettingsGroup):
     help_group: ClassVar[str] = "output"
     file_only: ClassVar[frozenset[str]] = frozenset()  # rare settings: no flag, only a key of the TOML file
     positional: ClassVar[tuple[str, ...]] = ()
-    not_here: ClassVar[Mapping[str, str]] = {}  # settings of similar commands: why this one does not have them
+    why_absent: ClassVar[Mapping[str, str]] = {}  # settings of similar commands: why this one does not have them
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -72,7 +72,7 @@ class BenchSettings(WorkloadSettings, EngineSettings):
     """
 
     default_response_limit: ClassVar[int] = 800
-    not_here: ClassVar[Mapping[str, str]] = {
+    why_absent: ClassVar[Mapping[str, str]] = {
         "reuse_kv_cache": "in a bench it is an option of the engine: use --engine-options reuse_kv_cache True",
         "seeds": "a bench runs each mode once: use --seed",
     } | dict.fromkeys(

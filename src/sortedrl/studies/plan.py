@@ -49,7 +49,7 @@ class Allowed:
 class PlanSettings(SimulatedSettings):
     """Recommend a mode, cohort size, oversubscription and slots for a workload, or none if you do not need one."""
 
-    not_here: ClassVar[Mapping[str, str]] = {"oversubscribe": "plan tries its own caps; simulate has it"}
+    why_absent: ClassVar[Mapping[str, str]] = {"oversubscribe": "plan tries its own caps; simulate has it"}
 
     expectation: Expectation = "cold"
     """how well lengths are known in advance"""

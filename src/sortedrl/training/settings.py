@@ -126,7 +126,7 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
         | {"truncated_rollouts", "weight_decay", "max_grad_norm"}
         | {"critic_learning_rate", "gamma", "gae_lambda"}
     )
-    not_here: ClassVar[Mapping[str, str]] = {"reuse_kv_cache": "write --engine-options reuse_kv_cache True"}
+    why_absent: ClassVar[Mapping[str, str]] = {"reuse_kv_cache": "write --engine-options reuse_kv_cache True"}
 
     mode: str = "partial+elevator"
     """schedule; `sortedrl simulate` compares them; your.module:Class is your own"""
