@@ -14,7 +14,7 @@ from sortedrl.core.rollout import Rollout
 from sortedrl.core.seeds import derive_seed
 from sortedrl.core.turns import Answer
 from sortedrl.engines.episodes import EpisodeOf
-from sortedrl.engines.lengths import remembered
+from sortedrl.engines.lengths import cached
 from sortedrl.studies.measurements import FIRST_WORD
 
 
@@ -22,7 +22,7 @@ class SleepingTools:
     """Environments that really wait, all at once, in one event loop. Observations are random tokens."""
 
     def __init__(self, episodes: EpisodeOf, seed_of: Callable[[Rollout], int], vocabulary: int) -> None:
-        self._episodes = remembered(episodes)
+        self._episodes = cached(episodes)
         self._seed_of = seed_of
         self._words = vocabulary - FIRST_WORD
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()

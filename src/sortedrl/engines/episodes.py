@@ -15,7 +15,7 @@ from sortedrl.core.engine import Request
 from sortedrl.core.events import Event
 from sortedrl.core.rollout import Prompt, Segment
 from sortedrl.core.seeds import derive_seed
-from sortedrl.engines.lengths import LengthOf, ReplayedLengths, normal, number_of, remembered
+from sortedrl.engines.lengths import LengthOf, ReplayedLengths, cached, normal, number_of
 from sortedrl.log.reading import read_intact
 
 
@@ -107,7 +107,7 @@ def place_of(segments: Iterable[Segment]) -> tuple[int, int]:
 
 def end_of_turn(episodes: EpisodeOf) -> Callable[[Request], int]:
     """For the simulated engine: the length of the response at the end of the turn that a request runs."""
-    drawn = remembered(episodes)
+    drawn = cached(episodes)
 
     def end(request: Request) -> int:
         turn, start = place_of(request.prefix)

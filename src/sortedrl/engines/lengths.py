@@ -210,20 +210,20 @@ def _lengths_in(value: object, place: str, path: Path) -> Iterator[tuple[str, ob
         yield place, place if prompt is None else str(value[prompt]), one, its_reward
 
 
-def remembered(drawn: Callable[[Prompt, int], Drawn]) -> Callable[[Prompt, int], Drawn]:
+def cached(draw: Callable[[Prompt, int], Drawn]) -> Callable[[Prompt, int], Drawn]:
     """The same lengths or episodes with a cache: every resume and turn asks again. What has a cache stays as it is."""
-    return drawn if hasattr(drawn, "cache_info") else lru_cache(maxsize=1 << 14)(drawn)
+    return draw if hasattr(draw, "cache_info") else lru_cache(maxsize=1 << 14)(draw)
 
 
 @lru_cache(maxsize=4)
 def with_shared_cache(lengths: LengthOf) -> LengthOf:
-    """`remembered`, with one cache for equal lengths: all schedules that are compared draw the same ones."""
-    return remembered(lengths)
+    """`cached`, with one cache for equal lengths: all schedules that are compared draw the same ones."""
+    return cached(lengths)
 
 
 def length_of_request(lengths: LengthOf) -> Callable[[Request], int]:
-    drawn = remembered(lengths)
-    return lambda request: drawn(request.prompt, request.seed)
+    draw = cached(lengths)
+    return lambda request: draw(request.prompt, request.seed)
 
 
 def number_of(prompt: Prompt) -> int:

@@ -13,7 +13,7 @@ from sortedrl.core.seeds import derive_seed
 from sortedrl.core.streaming import is_draining
 from sortedrl.core.turns import Answer
 from sortedrl.engines.episodes import EpisodeOf
-from sortedrl.engines.lengths import remembered
+from sortedrl.engines.lengths import cached
 from sortedrl.engines.virtual_time import VirtualTimeEngine
 
 Speeds = tuple[tuple[float, float], ...]  # (running requests, fraction of the speed with the device alone), ascending
@@ -126,7 +126,7 @@ def simulated_environments(
     engine: VirtualTimeEngine, episodes: EpisodeOf, seed_of: Callable[[Rollout], int]
 ) -> SimulatedEnvironments:
     """`seed_of`: the seed of a rollout's present attempt. After a failure the time is drawn again."""
-    drawn = remembered(episodes)
+    drawn = cached(episodes)
 
     def step(rollout: Rollout) -> Step:
         turn, seed = rollout.observations, seed_of(rollout)

@@ -23,9 +23,9 @@ from sortedrl.engines.lengths import (
     EqualGroups,
     LengthOf,
     LognormalLengths,
+    cached,
     length_of_request,
     normal,
-    remembered,
     simulated_reward,
     with_shared_cache,
 )
@@ -114,7 +114,7 @@ class NoisyOracle(SensedLengths):
 
     def __init__(self, lengths: LengthOf, schedule: Schedule) -> None:
         super().__init__()
-        self._lengths = remembered(lengths)
+        self._lengths = cached(lengths)
         self._schedule = schedule
 
     def estimate(self, rollout: Rollout) -> float:
