@@ -92,7 +92,7 @@ def table_row(mode: MeasuredMode, baseline: MeasuredMode | None = None) -> str:
         said = f"{mode.predicted:.1f} {mode.predicted / found['updates_per_hour'] - 1:+7.1%}"
     if baseline is not None and mode.counted <= baseline.counted:
         beside = summary(baseline.cut(mode.counted if len(mode.rows) > 1 else 0).rows)
-        ratio = f"{found['trained_tokens_per_second'] / beside['trained_tokens_per_second']:.2f} x"
+        ratio = f"{found['trained_tokens_per_second'] / beside['trained_tokens_per_second']:.2f}x"
     counted = mode.counted if len(mode.rows) > 1 else "first"
     return (
         f"{_name(mode):28}{counted:>8}{found['updates_per_hour']:7.1f}{said:>17}"

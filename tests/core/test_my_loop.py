@@ -36,10 +36,10 @@ class CountingLearner:
     def weights(self) -> int:
         return self.steps
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "trained": self.trained}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.trained = state["steps"], list(state["trained"])
 
 

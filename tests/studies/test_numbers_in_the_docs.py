@@ -35,13 +35,13 @@ def test_the_readme_s_measured_table_is_that_of_the_raw_files() -> None:
     modes = ("baseline", "partial", "partial+elevator", "partial+elevator:reuse")
     for mode, (_, *stated) in zip(modes, rows_under("README.md", header), strict=True):
         (row,) = [line for line in printed.splitlines() if line.split()[0] == mode]
-        found = re.search(r"(\d+) +([\d.]+ x).* ([\d.]+)% +[\d.]+% +([\d.]+) +[\d.]+$", row)
+        found = re.search(r"(\d+) +([\d.]+x).* ([\d.]+)% +[\d.]+% +([\d.]+) +[\d.]+$", row)
         assert found is not None
         tokens, gain, bubble, staleness = found.groups()
         assert stated == [
             f"{int(tokens):,}",
             gain,
-            f"{float(bubble):.0f} %",
+            f"{float(bubble):.0f}%",
             f"{float(staleness):.1f}".replace("0.0", "0"),
         ]
 
@@ -64,7 +64,7 @@ def test_the_page_of_modes_states_the_gains_and_staleness_that_simulate_prints()
         printed = f"{found.trained_tokens_per_hour / base:.2f}x", f"{found.staleness_mean:.2f}"
         assert printed == (gain, staleness), wanted
         if "discards" in use:
-            assert f"discards {100 * found.waste:.0f} %" in use
+            assert f"discards {100 * found.waste:.0f}%" in use
 
 
 def test_how_sorted_the_updates_are() -> None:
@@ -99,5 +99,5 @@ def test_how_much_shorter_the_first_updates_are() -> None:
     header = f"| after updates | {' | '.join(map(str, after))} |"
     for modes, *stated in rows_under("docs/concepts.md", header):
         for mode in modes.split("`")[1::2]:
-            shorter = [f"{100 * (1 - mean_of(of_mode[mode][:updates]) / of_dataset):z.0f} %" for updates in after]
+            shorter = [f"{100 * (1 - mean_of(of_mode[mode][:updates]) / of_dataset):z.0f}%" for updates in after]
             assert shorter == stated, mode
