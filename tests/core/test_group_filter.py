@@ -8,10 +8,11 @@ import pytest
 from random_runs import case_of, play
 from scenarios import Run, run, scenario
 from schedule_rules import check_outcome
-from sortedrl.core import ConfigurationError, Rollout, SchedulerState
+from sortedrl.core import ConfigurationError, Rollout
 from sortedrl.core.dynamic_sampling import DynamicSampling
 from sortedrl.core.events import Aborted, Filtered, Loaded, RunBegan
 from sortedrl.core.group_filter import FilterFailed, GroupFilter, TooManyFiltered
+from sortedrl.core.strategies.base import Strategy, update_size_of
 
 SEEDS_PER_TEST = 250
 BLOCKS = range(8)
@@ -135,7 +136,7 @@ def keeps_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def hands_out_what_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SchedulerState, "has_later_data", False)
+    patch.setattr(Strategy, "next_update_size", lambda self, s: update_size_of(self.rollouts_left(s), s.update_size))
 
 
 @pytest.mark.parametrize("breaks", [breaks_the_gate, keeps_everything, hands_out_what_is_there])

@@ -8,7 +8,7 @@ import pytest
 from random_runs import case_of, play
 from schedule_rules import check_outcome
 from sortedrl.core import Rollout, Segment, events
-from sortedrl.core.buffer import Buffer
+from sortedrl.core.ledger import Ledger
 from sortedrl.core.strategies.base import Strategy
 from sortedrl.core.strategies.paper import Partial
 from sortedrl.core.turns import Turns
@@ -56,15 +56,8 @@ def merges_observations(patch: pytest.MonkeyPatch) -> None:
 
 
 def starts_new_ones_first(patch: pytest.MonkeyPatch) -> None:
-    resume = Buffer.resume
-
-    def swapped(self: Buffer) -> Rollout:
-        if not self._queue:
-            return resume(self)
-        rollout, _ = self.start()
-        return rollout
-
-    patch.setattr(Buffer, "resume", swapped)
+    resume = Ledger.resume
+    patch.setattr(Ledger, "resume", lambda self: self.start() if self.state.buffer.waiting else resume(self))
 
 
 def opens_without_bound(patch: pytest.MonkeyPatch) -> None:
