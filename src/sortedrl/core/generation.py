@@ -105,9 +105,8 @@ class Generation:
             self._poll(self.engine.now() + self._schedule.score_wait_seconds if until is None else until)
         else:
             raise StrategyError(
-                self._strategy.name,
-                f"no rollout is running or being scored, but enough() is false with {self._state.ready} ready, and "
-                f"may_start() starts none of the {self._buffer.waiting} that wait",
+                f"mode {self._strategy.name}: no rollout is running or being scored, but enough() is false with "
+                f"{self._state.ready} ready, and may_start() starts none of the {self._buffer.waiting} that wait"
             )
         self.collect()
 
