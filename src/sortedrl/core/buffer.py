@@ -202,11 +202,6 @@ class Buffer:
         heapq.heappush(self._queue, entry)
         return dropped
 
-    def awaiting_score(self, rollout_id: int, attempt: int | None) -> Rollout | None:
-        """The rollout, or None if it no longer waits for the score of this attempt; None: of an unknown one."""
-        rollout = self.unscored.get(rollout_id)
-        return rollout if rollout is not None and attempt in (None, rollout.attempt) else None
-
     def score(self, rollout: Rollout, reward: float, detail: Any) -> Group:
         """Returns its group, which may be complete now."""
         self.move(rollout, READY)

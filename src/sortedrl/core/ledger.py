@@ -182,15 +182,15 @@ class Ledger:
     def score(self, scored: Score) -> None:
         """Take in a score. Without a usable reward the rollout is rejected, or regenerated if its turns were lost. The
         score of an old attempt is ignored."""
-        rollout = self.state.buffer.awaiting_score(scored.rollout_id, scored.attempt)
-        if rollout is None:
+        rollout = self.state.buffer.unscored.get(scored.rollout_id)
+        if rollout is None or scored.attempt not in (None, rollout.attempt):
             return
         reward, error = scored.outcome()
         if scored.attempt is None and rollout.attempt:  # it may be that of an earlier attempt
             error = "no attempt in its score, but it was regenerated: a scorer passes attempt=rollout.attempt"
         if error is None:
             group = self.state.buffer.score(rollout, reward, scored.detail)
-            self.log.append(events.Scored(self.clock.now(), rollout.id, reward))
+            self.note(events.Scored, rollout.id, reward)
             self.release(rollout.id)
             self._note_if_complete(group)
             return
