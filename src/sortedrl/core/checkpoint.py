@@ -91,14 +91,13 @@ def restore_cursor(prompts: Prompts, state: dict[str, Any]) -> None:
 
 def _saved_buffer(buffer: Buffer) -> dict[str, Any]:
     if buffer.running:
-        inside = counted(len(buffer.running), "rollout")
-        raise RuntimeError(
-            f"{inside} in the engine: save after publish(), which aborts them, or after the loop (interrupt() ends it)"
-        )
+        inside = f"{counted(len(buffer.running), 'rollout')} in the engine"
+        fix = "save after publish(), which aborts them, or after the loop (interrupt() ends it)"
+        raise RuntimeError(f"{inside}: {fix}")
     return {
         "counts": [buffer.loaded, buffer.trained, buffer.rejected, buffer.filtered],
         "groups": [[group.id, group.gate, [rollout_state(m) for m in group.members]] for group in buffer.groups()],
-        "ready": [group_id for gate in buffer.gates.values() for group_id in gate.ready_groups],
+        "ready": [group.id for group in buffer.ready_groups()],
         "returning": list(buffer.returning),
     }
 
@@ -159,11 +158,8 @@ def restored_rollout(state: dict[str, Any], prompts: dict[str, Prompt]) -> Rollo
 def _prompts_of_saved(buffer: dict[str, Any], prompts: Prompts, rollouts_per_prompt: int) -> dict[str, Prompt]:
     """The prompts of saved rollouts, by id. Others are not read: a dataset may tokenize them, or reset an environment
     for them."""
-    place_of = {
-        rollout["prompt"]: rollout["id"] // rollouts_per_prompt
-        for _, _, members in buffer["groups"]
-        for rollout in members
-    }
+    rollouts = [rollout for _, _, members in buffer["groups"] for rollout in members]
+    place_of = {rollout["prompt"]: rollout["id"] // rollouts_per_prompt for rollout in rollouts}
     taken = prompts.taken_at(set(place_of.values()))
     for name, place in place_of.items():
         if taken[place].id != name:

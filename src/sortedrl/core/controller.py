@@ -90,13 +90,8 @@ class Controller:
         self._filter_name = None if found is None else found.name
         self.log = log or default_log(schedule)
         self.buffer = Buffer()
-        self._state = SchedulerState(
-            schedule=schedule,
-            slots=checked_slots(engine.slots),
-            buffer=self.buffer,
-            prompts=prompts,
-            expectation=expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4),
-        )
+        expectation = expectation or SensedLengths(first_guess=schedule.max_response_tokens / 4)
+        self._state = SchedulerState(schedule, checked_slots(engine.slots), self.buffer, prompts, expectation)
         self._clock = SlotClock(engine)
         self._ledger = Ledger(self._state, self.strategy, self._clock, self.log)
         self._streaming = Streaming(stream_to, self._ledger)
@@ -198,15 +193,13 @@ class Controller:
         `update_engine` first."""
         s = self._state
         if self.schedule.max_staleness is not None and s.updates > 0 and self._unpublished == 0:
-            raise RuntimeError(
-                f"publish was called twice after update {s.updates - 1}: with max_staleness, each batch makes one "
-                "version. Publish once per batch, after the last optimizer step."
-            )
+            why = "with max_staleness, each batch makes one version"
+            fix = "Publish once per batch, after the last optimizer step."
+            raise RuntimeError(f"publish was called twice after update {s.updates - 1}: {why}. {fix}")
         if weights is None and getattr(self.engine, "copies_weights", False):
-            raise ValueError(
-                "publish() without weights: the engine has its own copy and would continue with the old ones. "
-                "Pass the learner's weights, or sortedrl.core.UNCHANGED if they have not changed."
-            )
+            why = "the engine has its own copy and would continue with the old ones"
+            fix = "Pass the learner's weights, or sortedrl.core.UNCHANGED if they have not changed."
+            raise ValueError(f"publish() without weights: {why}. {fix}")
         self._unpublished = 0
         s.version += 1
         s.learning = False
@@ -318,14 +311,8 @@ class Controller:
         rollouts = sorted([m for group in groups for m in group.members], key=attrgetter("length", "id"))
         bound = 0 if self.strategy.on_policy else self.schedule.max_staleness
         check_staleness(rollouts, s.version, bound, self.strategy.name)
-        batch = Batch(
-            s.updates,
-            s.harvests - 1,
-            s.version,
-            tuple(rollouts),
-            self._generation.loader.complete_cohorts(rollouts),
-            tuple(s.filtered_rewards),
-        )
+        complete = self._generation.loader.complete_cohorts(rollouts)
+        batch = Batch(s.updates, s.harvests - 1, s.version, tuple(rollouts), complete, tuple(s.filtered_rewards))
         self._ledger.train(batch, groups)
         s.updates += 1
         s.learning = True

@@ -45,16 +45,14 @@ class DynamicSampling:
 
     def discard_surplus(self, batches: Sequence[Sequence[Group]]) -> None:
         """Filter the ready groups that are in no batch."""
-        buffer = self._state.buffer
         taken = {group.id for batch in batches for group in batch}
-        for group in buffer.ready_groups():
+        for group in self._state.buffer.ready_groups():
             if group.id not in taken:
                 self._discard(group, SURPLUS)
 
     def _judge(self, group: Group) -> None:
         reason = self.filter.decide(group.members)
-        place = group.id // self._state.schedule.rollouts_per_prompt
-        epoch = self._state.prompts.epoch_of(place)
+        epoch = self._state.prompts.epoch_of(group.id // self._state.schedule.rollouts_per_prompt)
         self.filter.note(group.members[0].prompt.id, epoch, is_kept=not reason)
         self._state.kept_fraction = self.filter.kept_fraction
         if reason:
@@ -66,24 +64,19 @@ class DynamicSampling:
         rewards = [rollout.reward or 0.0 for rollout in rollouts]
         s.filtered_rewards += [(rollout.cohort, reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
         s.buffer.filter(group)
-        self._ledger.log.append(
-            events.Filtered(
-                at=self._ledger.clock.now(),
-                rollouts=tuple([rollout.id for rollout in rollouts]),
-                tokens=sum(rollout.policy_length for rollout in rollouts),
-                reason=reason,
-                reward=sum(rewards) / len(rewards),
-            )
-        )
+        ids = tuple([rollout.id for rollout in rollouts])
+        tokens = sum(rollout.policy_length for rollout in rollouts)
+        self._ledger.note(events.Filtered, ids, tokens, reason, sum(rewards) / len(rewards))
         self._ledger.forget_expectations(rollouts)
 
     def restore(self, state: dict[str, Any] | None) -> None:
         """Call it after the buffer was restored. None: there was no filter, so no group was judged."""
-        if state is not None:
+        if state is None:
+            for group in self._state.buffer.ready_groups():
+                self._judge(group)
+        else:
             self.filter.restore(state)
             self._state.kept_fraction = self.filter.kept_fraction
-        for group in self._state.buffer.ready_groups() if state is None else ():
-            self._judge(group)
         self.note_joined()
 
 

@@ -188,14 +188,12 @@ class CheckedEngine(ForwardingEngine):
     def _wrong_version(self, version: int) -> ValueError:
         if version < 0:
             return ValueError(f"tokens of version {version}, and versions count from 0")
-        if version >= self._restored_version:
-            return ValueError(
-                f"tokens of version {version}, and the last update_weights was to version {self._version}"
-            )
-        why = (
-            f"the engine samples with weights of this version, but the checkpoint has version {self._restored_version}"
-        )
-        fix = f"Call engine.update_weights(weights, {self._restored_version}) before controller.restore(state)."
+        needed = self._restored_version
+        if version >= needed:
+            last = f"the last update_weights was to version {self._version}"
+            return ValueError(f"tokens of version {version}, and {last}")
+        why = f"the engine samples with weights of this version, but the checkpoint has version {needed}"
+        fix = f"Call engine.update_weights(weights, {needed}) before controller.restore(state)."
         return ConfigurationError("version", version, why, fix)
 
 
@@ -203,10 +201,9 @@ def checked_changes(engine: Engine, method: str, returned: Any) -> list[Change]:
     """What `method` of the engine returned, if it is a list of changes. Raises `NoChanges`."""
     if not isinstance(returned, list | tuple) or type(returned) in KINDS:  # a change is a tuple
         raise _error(engine, method, kind_of(returned))
-    if not KINDS.issuperset(map(type, returned)):
-        stranger = next(change for change in returned if type(change) not in KINDS)
-        raise _error(engine, method, f"a list with {kind_of(stranger)} in it")
     for change in returned:
+        if type(change) not in KINDS:
+            raise _error(engine, method, f"a list with {kind_of(change)} in it")
         if type(change) is Tokens and type(change.segment) is not Segment:
             raise _error(engine, method, f"Tokens with {kind_of(change.segment)} in place of a Segment")
     return returned  # type: ignore[return-value]  # a tuple is as good

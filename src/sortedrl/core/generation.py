@@ -39,15 +39,11 @@ class Generation:
         self.scorer = scorer
         self.sampling = sampling
         self.ledger = ledger
-        self.loader = PromptLoader(ledger)
-        self.dynamic_sampling: DynamicSampling | None = None
-        if group_filter is not None:
-            self.dynamic_sampling = DynamicSampling(group_filter, ledger)
-            self.loader = FilteredLoader(ledger, self.dynamic_sampling)
+        self.dynamic_sampling = None if group_filter is None else DynamicSampling(group_filter, ledger)
+        self.loader = FilteredLoader(ledger, self.dynamic_sampling) if self.dynamic_sampling else PromptLoader(ledger)
         self.scores = LateScores(ledger, scorer)
-        self.turns: Turns | None = None
-        if environments is not None:
-            self.turns = Turns(environments, ledger, engine.now, self._submit_for_scoring)
+        score = self._submit_for_scoring
+        self.turns = None if environments is None else Turns(environments, ledger, engine.now, score)
         self.is_interrupted = False
         self._streaming = streaming
         self._strategy = ledger.strategy

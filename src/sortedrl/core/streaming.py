@@ -168,8 +168,7 @@ class Streaming:
             return
         rollouts, self._in_work = self._in_work, ()
         seconds = self._learner.result()
-        ids = tuple(rollout.id for rollout in rollouts)
-        self._ledger.log.append(events.Streamed(self._ledger.clock.now(), self._state.updates, seconds, ids))
+        self._ledger.note(events.Streamed, self._state.updates, seconds, tuple(rollout.id for rollout in rollouts))
 
 
 Result = TypeVar("Result")

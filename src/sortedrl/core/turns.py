@@ -141,9 +141,8 @@ class Turns:
     def poll_until(self, until: float | None) -> float:
         """Until when to poll the engine: at most the next deadline, and only briefly if no answer would end it."""
         deadline = next(iter(self._calls.values())).deadline
-        until = deadline if until is None else min(until, deadline)
         soon = poll_deadline(self._environments, self._now, until)
-        return until if soon is None else soon
+        return deadline if soon is None else min(soon, deadline)
 
     def wait(self, until: float | None) -> None:
         """Wait for an answer, at most until the next deadline."""
@@ -179,16 +178,14 @@ class Turns:
             else:
                 check_detail(self._environments, rollout.id, answer.detail)
                 self._ledger.score(Score(rollout.id, answer.reward, answer.detail, attempt=rollout.attempt))
+        elif limit := limit_reached(self._schedule, rollout, len(answer.observation)):
+            rollout.ended_by = limit
+            self._ledger.finish(rollout, self._ledger.clock.now(), truncated=True)
+            self._score(rollout)
         else:
-            limit = limit_reached(self._schedule, rollout, len(answer.observation))
-            if limit:
-                rollout.ended_by = limit
-                self._ledger.finish(rollout, self._ledger.clock.now(), truncated=True)
-                self._score(rollout)
-            else:
-                rollout.observe(answer.observation)
-                self._buffer.move(rollout, State.RETURNING)
-                self._ledger.note(events.Observed, rollout.id, len(answer.observation), rollout.length)
+            rollout.observe(answer.observation)
+            self._buffer.move(rollout, State.RETURNING)
+            self._ledger.note(events.Observed, rollout.id, len(answer.observation), rollout.length)
 
     def _fail(self, rollout: Rollout, reason: str) -> None:
         if self._may_ask_again(rollout, reason):

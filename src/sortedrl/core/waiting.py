@@ -18,8 +18,6 @@ EMPTY_POLL_PAUSE_SECONDS = 0.002  # after an engine that returned nothing before
 SILENCE_SECONDS = 300.0  # without any report, until the first warning
 SCORE_CHECK_SECONDS = 0.05  # between two checks for scores while the engine generates
 SCORE_WAIT_STEP_SECONDS = 0.25  # the longest wait for a score before interrupts are checked
-
-
 _log = logging.getLogger(__name__)
 
 
@@ -53,12 +51,11 @@ class EnginePolls:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._in_virtual_time = getattr(engine, "virtual_time", False)
         self._silence, self._warn_at = 0.0, SILENCE_SECONDS
 
     def poll(self, until: float | None, inside: Mapping[int, object]) -> list[Change]:
         """`inside`: what it has, by id, oldest first."""
-        if self._in_virtual_time:  # a deadline that nothing needs could change the events
+        if getattr(self._engine, "virtual_time", False):  # a deadline that nothing needs could change the events
             return self._engine.poll(until)
         began, soon = time.monotonic(), self._engine.now() + POLL_SECONDS
         until = soon if until is None else min(until, soon)
