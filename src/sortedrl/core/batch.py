@@ -59,7 +59,5 @@ def check_staleness(rollouts: Iterable[Rollout], version: int, bound: int | None
     for rollout in rollouts:
         oldest = rollout.oldest_version
         if oldest is not None and version - oldest > bound:
-            raise StaleTokens(
-                f"rollout {rollout.id} has tokens of version {oldest}, the learner holds version {version}, "
-                f"and mode {mode} allows a staleness of {bound}"
-            )
+            versions = f"tokens of version {oldest}, the learner holds version {version}"
+            raise StaleTokens(f"rollout {rollout.id} has {versions}, and mode {mode} allows a staleness of {bound}")

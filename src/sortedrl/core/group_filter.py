@@ -129,10 +129,9 @@ class GroupFilter:
             what = f"{wrong} of them in groups that are all wrong: the task is too hard for this model"
         else:
             what = "most of them neither all right nor all wrong: does the reward tell responses apart?"
-        raise TooManyFiltered(
-            f"{filtered} of the last {decided} rollouts were filtered ({self.name}), more than the fraction of "
-            f"{self._max_fraction:g} that is allowed (max_filtered_fraction); {what}"
-        )
+        found = f"{filtered} of the last {decided} rollouts were filtered ({self.name})"
+        bound = f"more than the fraction of {self._max_fraction:g} that is allowed (max_filtered_fraction)"
+        raise TooManyFiltered(f"{found}, {bound}; {what}")
 
     def state(self) -> dict[str, Any]:
         seen = [self._lowest, self._highest] if self._outcomes else []

@@ -37,10 +37,8 @@ def import_object(path: str, is_candidate: Callable[[Any], bool] = callable) -> 
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise ValueError(f"{module_name} needs the module {error.name!r}, which is not installed") from error
-        raise ValueError(
-            f"no module {error.name!r} for {path!r}: it is neither installed nor in {os.getcwd()}; "
-            "set PYTHONPATH to the folder that contains it"
-        ) from error
+        why = f"it is neither installed nor in {os.getcwd()}; set PYTHONPATH to the folder that contains it"
+        raise ValueError(f"no module {error.name!r} for {path!r}: {why}") from error
     except (Exception, SystemExit) as error:  # SystemExit: a script without `if __name__ == "__main__"`
         raise ValueError(f"the module {module_name!r} cannot be imported: {fault_in_your_code(error)}") from error
     if not hasattr(module, attribute):
@@ -58,8 +56,5 @@ def _own_names(module: Any, is_candidate: Callable[[Any], bool]) -> list[str]:
         name
         for name, value in vars(module).items()
         if not name.startswith("_")
-        and (
-            (callable(value) and getattr(value, "__module__", None) == module.__name__)
-            or (not callable(value) and is_candidate(value))
-        )
+        and (getattr(value, "__module__", None) == module.__name__ if callable(value) else is_candidate(value))
     ]

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from sortedrl.core.configuration import checked_float, checked_int
+from sortedrl.core.configuration import checked_fraction, checked_int
 from sortedrl.core.errors import UserError
 from sortedrl.core.events import NO_REWARD, EnvironmentFailed, Event, Failed, Finished, Regenerated, Rejected, Scored
 from sortedrl.core.wording import counted
@@ -78,7 +78,7 @@ class RejectionWatch:
         update_size = checked_int("update_size", update_size, 1)
         self._first = max(update_size, MIN_FIRST)
         self._outcomes: deque[bool] = deque(maxlen=max(WINDOW_UPDATES * update_size, MIN_WINDOW))  # was it rejected?
-        self._max_fraction = checked_float("max_fraction", max_fraction, lambda x: 0 <= x <= 1, "from 0 to 1")
+        self._max_fraction = checked_fraction("max_fraction", max_fraction)
         self._log = log
         self._clock = clock
         self._ended: set[int] = set()  # generated rollouts without an outcome yet
@@ -118,10 +118,9 @@ class RejectionWatch:
         window = self._outcomes.maxlen or 0
         rejected = sum(self._outcomes)
         if rejected > self._max_fraction * window:
-            raise TooManyRejected(
-                f"{rejected} of the last {len(self._outcomes)} rollouts were rejected, more than the fraction of "
-                f"{self._max_fraction:g} that is allowed (max_rejected_fraction); {self.most_frequent()}"
-            )
+            found = f"{rejected} of the last {len(self._outcomes)} rollouts were rejected"
+            bound = f"more than the fraction of {self._max_fraction:g} that is allowed (max_rejected_fraction)"
+            raise TooManyRejected(f"{found}, {bound}; {self.most_frequent()}")
 
     def require_some_scored(self) -> None:
         """For a run that ends before its first update."""

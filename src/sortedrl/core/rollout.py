@@ -174,10 +174,8 @@ class Rollout:
         last = self.segments[-1] if self.segments else None
         newest = self.newest_version or 0
         if segment.version < newest:
-            raise ValueError(
-                f"rollout {self.id}: version {segment.version} after version {newest}; tokens of the environment are "
-                "added with `observe`"
-            )
+            order = f"version {segment.version} after version {newest}"
+            raise ValueError(f"rollout {self.id}: {order}; tokens of the environment are added with `observe`")
         self.length += added
         self.policy_length += added
         if last is None or segment.version != last.version:

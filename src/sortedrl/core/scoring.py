@@ -38,10 +38,8 @@ def check_detail(giver: object, rollout_id: int, detail: Any) -> None:
     try:
         json.dumps(detail)
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"the detail of {type(giver).__name__}'s score of rollout {rollout_id} is {kind_of(detail)} ({error}): "
-            "make it of numbers, text, lists and dicts, as checkpoints are JSON"
-        ) from None
+        what = f"the detail of {type(giver).__name__}'s score of rollout {rollout_id} is {kind_of(detail)} ({error})"
+        raise TypeError(f"{what}: make it of numbers, text, lists and dicts, as checkpoints are JSON") from None
 
 
 class Scorer(Protocol):
@@ -89,5 +87,4 @@ class ScoreAtOnce:
         done, self._done = self._done, []
         return done
 
-    def wait(self, timeout_seconds: float) -> None:
-        del timeout_seconds
+    def wait(self, timeout_seconds: float) -> None: ...
