@@ -203,19 +203,12 @@ def checksum(weights: Iterable[Tensor]) -> str:
 def require_same_model(name: str, own: Mapping[str, str], saved: Mapping[str, str]) -> None:
     """Refuse a state that belongs to another initial model: `dtype`, and `frozen`, a checksum of its frozen weights."""
     if own["dtype"] != saved["dtype"]:
-        raise ConfigurationError(
-            "dtype",
-            own["dtype"],
-            f"the state was saved with weights in {saved['dtype']}",
-            f"Set dtype to {saved['dtype']}: auto is bfloat16 on a GPU and float32 on a CPU.",
-        )
+        fix = f"Set dtype to {saved['dtype']}: auto is bfloat16 on a GPU and float32 on a CPU."
+        raise ConfigurationError("dtype", own["dtype"], f"the state was saved with weights in {saved['dtype']}", fix)
     if own["frozen"] != saved["frozen"]:
-        raise ConfigurationError(
-            "model",
-            name,
-            "its weights are not those that the run started with, and a state with LoRA or a KL penalty needs them",
-            "Restore the model's files (on the hub: its revision), or start a new run.",
-        )
+        why = "its weights are not those that the run started with, and a state with LoRA or a KL penalty needs them"
+        fix = "Restore the model's files (on the hub: its revision), or start a new run."
+        raise ConfigurationError("model", name, why, fix)
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -123,10 +123,8 @@ def make_room(path: Path) -> None:
         return
     is_there = process_is_there(lock_of_log(path))
     if is_there:
-        raise ConfigurationError(
-            "log", str(path), "a run is still writing to it, and a log has one run",
-            "Use another folder, or end that run first (its process, or close its Recorder).",
-        )  # fmt: skip
+        fix = "Use another folder, or end that run first (its process, or close its Recorder)."
+        raise ConfigurationError("log", str(path), "a run is still writing to it, and a log has one run", fix)
     if is_there is False and not _has_update(path):
         path.unlink()
     else:

@@ -91,12 +91,9 @@ def read_resources(settings: ModelSettings, log: Log) -> Resources:
 
 def _check_turns(settings: ModelSettings, task: AnyTask) -> None:
     if settings.max_turns is not None and not isinstance(task, EnvironmentTask | ServedTask):
-        raise ConfigurationError(
-            "max_turns",
-            settings.max_turns,
-            f"task {settings.task} has neither an environment nor tools, so every response has one turn",
-            "Leave it out, set --tools, or use a task with an environment (docs/environments.md).",
-        )
+        why = f"task {settings.task} has neither an environment nor tools, so every response has one turn"
+        fix = "Leave it out, set --tools, or use a task with an environment (docs/environments.md)."
+        raise ConfigurationError("max_turns", settings.max_turns, why, fix)
 
 
 def _overlap(train: Sequence[Problem], held_out: Sequence[Problem], task: AnyTask) -> str | None:
@@ -126,12 +123,9 @@ def _within_context(encoded: Encoded, context: int, log: Log) -> tuple[Prompt, .
     fitting = tuple(prompt for prompt in prompts if len(prompt.tokens) < context)
     if prompts and not fitting:
         shortest = min(len(prompt.tokens) for prompt in prompts)
-        raise ConfigurationError(
-            "max_context_tokens",
-            context,
-            f"no prompt leaves room for a response: the shortest has {shortest} tokens",
-            "Set it to the longest prompt plus max_response_tokens, or leave it out.",
-        )
+        why = f"no prompt leaves room for a response: the shortest has {shortest} tokens"
+        fix = "Set it to the longest prompt plus max_response_tokens, or leave it out."
+        raise ConfigurationError("max_context_tokens", context, why, fix)
     if len(fitting) < len(prompts):
         left_out = len(prompts) - len(fitting)
         log(f"{left_out} of {len(prompts)} {encoded.kind} fill max_context_tokens = {context} and are left out")
@@ -184,10 +178,8 @@ def read_model(path: str, settings: ModelSettings) -> tuple[PreTrainedTokenizerB
     model = read_module(settings.model, path, settings)
     tokenizer = _read(settings.model, partial(AutoTokenizer.from_pretrained, path))
     if tokenizer.eos_token_id is None:
-        raise ConfigurationError(
-            "model", settings.model, "its tokenizer has no EOS token, so no response could end",
-            "Set eos_token in its tokenizer_config.json.",
-        )  # fmt: skip
+        why = "its tokenizer has no EOS token, so no response could end"
+        raise ConfigurationError("model", settings.model, why, "Set eos_token in its tokenizer_config.json.")
     make_savable(model)
     return tokenizer, model
 

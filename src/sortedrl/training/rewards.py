@@ -77,12 +77,8 @@ class Rewards(ExitStack):
             if first is not None:
                 first.wait_until_ready()
         except WorkerError as error:
-            raise ConfigurationError(
-                "task",
-                self._settings.task,
-                str(error),
-                "A task is imported by each worker process: its module must not need what this process alone has.",
-            ) from None
+            fix = "A task is imported by each worker process: its module must not need what this process alone has."
+            raise ConfigurationError("task", self._settings.task, str(error), fix) from None
 
     def source(self) -> RewardSource:
         """A new one: evaluation and training do not share what is pending."""

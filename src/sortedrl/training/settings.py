@@ -180,9 +180,8 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
     def check(self) -> None:
         super().check()
         if self.resume is not None and self.out is not None and self.out.resolve() != self.resume.resolve():
-            raise ConfigurationError(
-                "out", str(self.out), f"a resumed run continues in its own folder, {self.resume}", "Leave it out."
-            )
+            why = f"a resumed run continues in its own folder, {self.resume}"
+            raise ConfigurationError("out", str(self.out), why, "Leave it out.")
         strategy_and_filter(schedule_of(self))
         learner_settings_from(self, self.mode)
         if self.overlap:
@@ -191,16 +190,12 @@ class TrainSettings(ModelSettings, ScheduleSettings, LearnerFlags):
             _check_streaming(self)
         _check_shared_gpu(self)
         if self.wants_whole_groups() and self.rollouts_per_prompt < 2:
-            raise ConfigurationError(
-                "rollouts_per_prompt",
-                self.rollouts_per_prompt,
-                "rewards are compared within a group, and a group of one has nothing to compare",
-                "Set it to 2 or more, or use --algorithm reinforce++.",
-            )
+            why = "rewards are compared within a group, and a group of one has nothing to compare"
+            fix = "Set it to 2 or more, or use --algorithm reinforce++."
+            raise ConfigurationError("rollouts_per_prompt", self.rollouts_per_prompt, why, fix)
         if self.temperature == 0:
-            raise ConfigurationError(
-                "temperature", 0, "greedy responses of a group are all equal, so there is nothing to learn", "Use 1.0."
-            )
+            why = "greedy responses of a group are all equal, so there is nothing to learn"
+            raise ConfigurationError("temperature", 0, why, "Use 1.0.")
         require_packages(self.tracker)
 
 
@@ -326,11 +321,9 @@ def changed_on_resume(settings: TrainSettings, saved: dict[str, Any]) -> str:
     """What a resumed run changes in its settings. Refuses a change of those that must stay."""
     if refused := changes_refused(settings, saved):
         key, free = next(iter(refused)), ", ".join(sorted(MAY_CHANGE_ON_RESUME - {"out", "resume"}))
-        raise ConfigurationError(
-            key, as_json(settings)[key],
-            f"the run in {settings.resume} was started with other settings ({listed(refused)})",
-            f"Leave these flags out, or start a new run; only {free} may change.",
-        )  # fmt: skip
+        why = f"the run in {settings.resume} was started with other settings ({listed(refused)})"
+        fix = f"Leave these flags out, or start a new run; only {free} may change."
+        raise ConfigurationError(key, as_json(settings)[key], why, fix)
     changes = changes_of(settings, saved)
     return listed({key: change for key, change in changes.items() if key not in ("out", "resume")})
 

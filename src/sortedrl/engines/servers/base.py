@@ -69,9 +69,8 @@ class HttpEngine(ServerStreams, EngineBase):
     ) -> None:
         for name, seconds in (("silence_seconds", silence_seconds), ("unavailable_seconds", unavailable_seconds)):
             if not seconds > 0:
-                raise ConfigurationError(
-                    name, seconds, "a time limit in seconds must be positive", "Set it to more than 0."
-                )
+                why = "a time limit in seconds must be positive"
+                raise ConfigurationError(name, seconds, why, "Set it to more than 0.")
         self._credentials = Credentials(url, api_key)
         self.kv_cache_reuse = KVCacheReuse(keep=reuse_kv_cache)
         self.weight_files = WeightFiles(weights_folder, readable_by_all=weights_readable_by_all)

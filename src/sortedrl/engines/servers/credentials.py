@@ -30,9 +30,8 @@ class Credentials:
             raise ConfigurationError("url", self.url, "it has a user or a password", fix)
         key = (os.environ.get(VARIABLE, "") if api_key is None else api_key).strip()
         if not (key.isascii() and key.isprintable()):
-            raise ConfigurationError(
-                "api_key", HIDDEN, "it has characters that an HTTP header cannot hold", f"Correct {VARIABLE}."
-            )
+            why = "it has characters that an HTTP header cannot hold"
+            raise ConfigurationError("api_key", HIDDEN, why, f"Correct {VARIABLE}.")
         scheme = "" if " " in key else "Bearer "
         self.headers = {"Authorization": f"{scheme}{key}"} if key else {}
         secrets = {key, key.rpartition(" ")[2]} - {""}

@@ -17,9 +17,7 @@ from sortedrl.settings.install_hint import install_hint
 try:
     import trl  # noqa: F401
 except ModuleNotFoundError as missing:
-    raise ConfigurationError(
-        "trl", None, f"{missing.name} is not installed", f"{install_hint('trl')}."
-    ) from None  # fmt: skip
+    raise ConfigurationError("trl", None, f"{missing.name} is not installed", f"{install_hint('trl')}.") from None
 
 from sortedrl.integrations.trl.fields import check_version
 

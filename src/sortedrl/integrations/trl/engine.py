@@ -172,16 +172,13 @@ def longest_context(wanted: str | Engine | MakeEngine, trainer: Any) -> int:
     schedule: Schedule = trainer.schedule
     max_new_tokens, prompt = schedule.max_response_tokens, schedule.max_prompt_tokens
     if limit is not None and max_new_tokens + (prompt or 1) > limit:
-        raise ConfigurationError(
-            "max_completion_length", max_new_tokens, f"with a prompt it exceeds the longest context, {limit} tokens",
-            "Lower it.",
-        )  # fmt: skip
+        why = f"with a prompt it exceeds the longest context, {limit} tokens"
+        raise ConfigurationError("max_completion_length", max_new_tokens, why, "Lower it.")
     if prompt is not None:
         return max_new_tokens + prompt
     if limit is None:
-        raise ConfigurationError(
-            "max_prompt_tokens", None, "the model configuration has no maximum context length", "Set it in a Schedule."
-        )
+        why = "the model configuration has no maximum context length"
+        raise ConfigurationError("max_prompt_tokens", None, why, "Set it in a Schedule.")
     return limit
 
 

@@ -113,10 +113,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if dataset is None and factory is not None:
         return  # the environment has the data; TRL makes rows with empty prompts
     if dataset is None or not (hasattr(dataset, "column_names") and hasattr(dataset, "__len__")):
-        raise ConfigurationError(
-            "train_dataset", type(dataset).__name__, "the scheduler loads prompts by their index in the dataset",
-            "Pass a datasets.Dataset: Dataset.from_list(rows), or a streaming dataset that is read into memory.",
-        )  # fmt: skip
+        why = "the scheduler loads prompts by their index in the dataset"
+        fix = "Pass a datasets.Dataset: Dataset.from_list(rows), or a streaming dataset that is read into memory."
+        raise ConfigurationError("train_dataset", type(dataset).__name__, why, fix)
     columns = set(dataset.column_names or ())
     names = {*map(str, factory)} if isinstance(factory, Mapping) else None
     needed = "prompt" if factory is None else "environment"
@@ -126,10 +125,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for name in sorted(columns & {"image", "images"}):
         raise ConfigurationError("train_dataset", name, "images are not supported", "Use GRPOTrainer for them.")
     if (factory is not None or given.get("tools")) and "prompt" in columns and isinstance(dataset[0]["prompt"], str):
-        raise ConfigurationError(
-            "train_dataset", "prompt", "tools need prompts that are lists of chat messages",
-            'Use [{"role": "user", "content": ...}] instead of text.',
-        )  # fmt: skip
+        fix = 'Use [{"role": "user", "content": ...}] instead of text.'
+        raise ConfigurationError("train_dataset", "prompt", "tools need prompts that are lists of chat messages", fix)
     if names is not None and (unknown := sorted({*map(str, dataset["environment"])} - names)):
         why, fix = f"the dataset names environments that it has not: {unknown}", "Add them, or change the column."
         raise ConfigurationError("environment_factory", sorted(names), why, fix)
@@ -203,18 +200,16 @@ def _unfit(args: GRPOConfig, off_policy_correction: str) -> Iterator[tuple[str, 
 def check_model(trainer: Any, engine: object) -> None:
     """Refuse models that the engine cannot follow. `trainer` is a GRPOTrainer."""
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
-        raise ConfigurationError(
-            "processing_class", type(trainer.processing_class).__name__, "only text models are supported",
-            "Use GRPOTrainer for images.",
-        )  # fmt: skip
+        why = "only text models are supported"
+        fix = "Use GRPOTrainer for images."
+        raise ConfigurationError("processing_class", type(trainer.processing_class).__name__, why, fix)
     backend = DistributedBackend(trainer.accelerator)
     if backend.fsdp_version == 1:
         raise ConfigurationError("fsdp_version", 1, "weights are gathered from FSDP2 or ZeRO-3", "Set it to 2.")
     if (backend.is_zero3 or backend.is_fsdp) and engine == "embedded":
-        raise ConfigurationError(
-            "engine", "embedded", "it decodes with the trainer's module, whose weights are sharded: every step would "
-            "need all ranks at once", "Use engine='vllm', or a function that returns a server or a pool.",
-        )  # fmt: skip
+        why = "it decodes with the trainer's module, whose weights are sharded: every step would need all ranks at once"
+        fix = "Use engine='vllm', or a function that returns a server or a pool."
+        raise ConfigurationError("engine", "embedded", why, fix)
     if getattr(trainer.model, "is_loaded_in_4bit", False) or getattr(trainer.model, "is_loaded_in_8bit", False):
         raise ConfigurationError("model", "quantized", "the engine needs unquantized weights", "Load it in bfloat16.")
 
@@ -273,11 +268,9 @@ def check_filter(trainer: Any, schedule: Schedule) -> None:
     if schedule.filter_groups is None:
         return
     if schedule.filter_groups == EQUAL_REWARDS and trainer.multi_objective_aggregation != "sum_then_normalize":
-        raise ConfigurationError(
-            "multi_objective_aggregation", trainer.multi_objective_aggregation,
-            f"{EQUAL_REWARDS} compares sums of rewards, and this aggregation compares function by function",
-            "Use sum_then_normalize, or a filter of your own that reads rollout.detail['rewards'].",
-        )  # fmt: skip
+        why = f"{EQUAL_REWARDS} compares sums of rewards, and this aggregation compares function by function"
+        fix = "Use sum_then_normalize, or a filter of your own that reads rollout.detail['rewards']."
+        raise ConfigurationError("multi_objective_aggregation", trainer.multi_objective_aggregation, why, fix)
     for name, model in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if isinstance(model, nn.Module) and is_sharded(model):
             raise ConfigurationError(
@@ -310,7 +303,6 @@ def _merged(given: Schedule, owned: dict[str, Any]) -> Schedule:
     for key, name in names.items():
         value = getattr(given, key)
         if value not in (defaults[key], owned[key]):
-            raise ConfigurationError(
-                key, value, f"{name} of GRPOConfig sets it to {owned[key]}", f"Leave {key} out of the schedule."
-            )
+            why = f"{name} of GRPOConfig sets it to {owned[key]}"
+            raise ConfigurationError(key, value, why, f"Leave {key} out of the schedule.")
     return dataclasses.replace(given, **owned)

@@ -273,19 +273,17 @@ def _refuse_changes(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
     changed = [key for key in wanted if key not in _MAY_CHANGE and saved.get(key) != wanted[key]]
     if changed:
         listed = ", ".join(f"{key}: {saved.get(key)!r} -> {wanted[key]!r}" for key in changed)
-        raise ConfigurationError(
-            changed[0], wanted[changed[0]], f"the checkpoint was made with another schedule ({listed})",
-            "Use the same settings, or start again in another output_dir.",
-        )  # fmt: skip
+        why = f"the checkpoint was made with another schedule ({listed})"
+        fix = "Use the same settings, or start again in another output_dir."
+        raise ConfigurationError(changed[0], wanted[changed[0]], why, fix)
 
 
 def _refuse_other_rows(saved: str | None, prompts: DatasetPrompts) -> None:
     """`saved`: the digests of the rows; the first checkpoints of 0.2 have none."""
     reason = None if saved is None else why_changed(prompts.ids, prompts.row_digests, saved, "rows")
     if reason is not None:
-        raise ConfigurationError(
-            "train_dataset", f"{len(prompts)} rows", reason, "Restore the data of the run, or use another output_dir."
-        )
+        fix = "Restore the data of the run, or use another output_dir."
+        raise ConfigurationError("train_dataset", f"{len(prompts)} rows", reason, fix)
 
 
 def read_state(folder: Path, rank: int, processes: int) -> dict[str, Any]:

@@ -110,9 +110,8 @@ def _environment(folder: Path) -> Any:
     try:
         import jinja2
     except ImportError:
-        raise ConfigurationError(
-            "report", "jinja2", "this package is not installed", f"{install_hint('report')}."
-        ) from None
+        why = "this package is not installed"
+        raise ConfigurationError("report", "jinja2", why, f"{install_hint('report')}.") from None
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, PAGE]),
         autoescape=True,
