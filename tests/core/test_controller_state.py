@@ -248,6 +248,16 @@ def test_a_resumed_run_with_a_filter_judges_the_groups_that_were_complete() -> N
     assert second.all(events.Filtered)
 
 
+def test_ready_groups_whose_prompts_are_too_long_now_are_rejected_whole_and_not_judged_again() -> None:
+    groups = {"rollouts_per_prompt": 2, "whole_groups": True, "filter_groups": "equal_rewards"}
+    lives = {"group_rewards": ("mixed",), "prompt_tokens": (1, 5), "slots": 18, "rollouts_per_update": 2}
+    plan = scenario("partial", [3] * 9, **groups, **lives)
+    state = Run(plan).updates(1).checkpoint()
+    shorter = replace(plan, schedule=replace(plan.schedule, max_prompt_tokens=2))
+    second = Run(shorter, state=state).to_end()
+    assert len(second.all(events.Rejected)) == 8 and not second.all(events.Filtered)
+
+
 @pytest.mark.parametrize("wrong", [{}, {"learner": {}, "controller": {"mode": "partial"}}, None, "state.json"])
 def test_something_other_than_a_checkpoint_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"not a state of a controller.*controller\.state\(\)"):
