@@ -4,6 +4,7 @@ every token may be trained on."""
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from numbers import Real
 from operator import index
 from typing import Any, get_args
@@ -117,11 +118,9 @@ class CheckedEngine(ForwardingEngine):
                     if checked is not None:
                         passed.append(checked)
         if broken:
-            try:
+            with suppress(EngineDied):  # it raises this at the next call, too: what came before is not lost
                 later = checked_changes(self.inner, "abort", self.inner.abort(list(broken)))
-            except EngineDied:  # it raises this at the next call, too: what came before is not lost
-                later = []
-            passed += self._checked([change for change in later if change.id not in broken])
+                passed += self._checked([change for change in later if change.id not in broken])
             for id, fault in broken.items():
                 self._leave(id)
                 passed.append(RequestBroken(id, self.inner.now(), fault))

@@ -238,17 +238,16 @@ class Updated(NamedTuple):
 
 def updated(at: float, batch: Batch) -> Updated:
     """The event of its hand-out."""
-    rollouts = batch.rollouts
     return Updated(
         at,
         batch.update,
         batch.harvest,
         batch.version,
-        rollouts=tuple([r.id for r in rollouts]),
-        lengths=tuple([r.length for r in rollouts]),
-        rewards=tuple([r.reward or 0.0 for r in rollouts]),
-        segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in rollouts]),
-        waited=tuple([batch.update - r.loaded_at_update for r in rollouts]),
+        rollouts=tuple([r.id for r in batch]),
+        lengths=tuple([r.length for r in batch]),
+        rewards=tuple([r.reward or 0.0 for r in batch]),
+        segments=tuple([tuple([(g.version, len(g.tokens)) for g in r.segments]) for r in batch]),
+        waited=tuple([batch.update - r.loaded_at_update for r in batch]),
     )
 
 
