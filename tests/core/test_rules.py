@@ -54,20 +54,6 @@ def test_the_number_of_updates_is_known_before_the_run(
     assert updates_in_all(STRATEGIES[mode], plan.schedule, prompts, 2) == len(Run(plan).to_end().batches)
 
 
-@pytest.mark.parametrize("mode", ["baseline", "cohort-at-once", "on-policy", "on-policy+planned", "partial"])
-def test_a_batch_knows_its_place_in_the_cohort(mode: str) -> None:
-    """Also if the updates of a cohort are more or fewer than its rollouts divided by the size of an update."""
-    lengths = [1 + i * 5 % 7 for i in range(23)]
-    sizes = {"slots": 6, "prompts_per_cohort": 10, "rollouts_per_update": 4, "epochs": 2}
-    batches = Run(scenario(mode, lengths, **sizes)).to_end().batches
-    of_cohort = Counter[int]()
-    for batch in batches:
-        (cohort,) = {rollout.cohort for rollout in batch}
-        assert batch.place_in_cohort == of_cohort[cohort]
-        of_cohort[cohort] += 1
-    assert mode == "baseline" or max(of_cohort.values()) > 1
-
-
 def start_order(run: Run) -> list[int]:
     return [event.rollout for event in run.all(events.Submitted)]
 

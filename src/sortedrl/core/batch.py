@@ -45,12 +45,6 @@ class Batch:
     def tokens(self) -> int:
         return sum(map(len, self.rollouts))
 
-    @property
-    def place_in_cohort(self) -> int:
-        """Updates since the newest of its rollouts was loaded: 0 for the first update of a cohort. Modes that load
-        ahead have no such place; there it is the shortest time that a rollout has waited."""
-        return self.update - max(rollout.loaded_at_update for rollout in self.rollouts)
-
 
 def check_staleness(rollouts: Iterable[Rollout], version: int, bound: int | None, mode: str) -> None:
     """Raise `StaleTokens` if a token is more than `bound` versions older than `version`; None: no bound."""

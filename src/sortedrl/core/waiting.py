@@ -71,7 +71,7 @@ class EnginePolls:
             _log.warning(
                 f"the engine has reported nothing for {self._silence:.0f} s, with {counted(len(inside), 'request')} in "
                 f"it, number {next(iter(inside))} for longest. If it reports responses at their end only, they may be "
-                "long; else look at its log: it may have lost them. They start again after an interrupt and a resume"
+                "long; else look at its log: it may have lost them. An interrupt and a resume of a run start them again"
             )
         return changes
 
