@@ -187,8 +187,8 @@ def headline(runs: Runs, fastest: str, repeats: int) -> list[str]:
         tokens = ratios(runs, mode, fastest, lambda run: run.tokens_per_second)
         outcome = "reached" if ratio.median >= TARGET else "missed"
         lines.append(
-            f"{mode} trains {ratio.median:.2f} x its rollouts per second ({ratio.lowest:.2f} to {ratio.highest:.2f} "
-            f"over {repeats} repeats) and {tokens.median:.2f} x its tokens per second: target {TARGET:g} {outcome}"
+            f"{mode} trains {ratio.median:.2f}x its rollouts per second ({ratio.lowest:.2f} to {ratio.highest:.2f} "
+            f"over {repeats} repeats) and {tokens.median:.2f}x its tokens per second: target {TARGET:g} {outcome}"
         )
     return lines
 

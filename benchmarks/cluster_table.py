@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data"
 PROFILE = ROOT / "benchmarks" / "measured" / "h200-8b" / "profile.json"
 GPUS, PER_GPU, GROUP, COHORTS, LIMIT = (1, 8, 32, 128), 64, 8, 3, 16_384
-# Per step: 64 GB of weights at 70 % of 4 x 4.8 TB/s and 1.5 ms of all-reduce; per request 64 GFLOP at 60 % of 4 x 990
-# TFLOP/s; per cached token 262 kB at the same bandwidth; per prefilled token 64 GFLOP at 50 %.
+# Per step: 64 GB of weights at 70% of 4 x 4.8 TB/s and 1.5 ms of all-reduce; per request 64 GFLOP at 60% of 4 x 990
+# TFLOP/s; per cached token 262 kB at the same bandwidth; per prefilled token 64 GFLOP at 50%.
 ROOFLINE_32B = linear(0.0063, 2.7e-5, 2.0e-8, 3.2e-5, source="roofline of 32B on four H200")
 
 

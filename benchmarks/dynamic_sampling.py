@@ -1,4 +1,4 @@
-"""Dynamic sampling, simulated: the elevator that refills slots beside rounds, with 30 and 60 % of the groups filtered.
+"""Dynamic sampling, simulated: the elevator that refills slots beside rounds, with 30 and 60% of the groups filtered.
 
     python benchmarks/dynamic_sampling.py                        # the table of docs/dynamic_sampling.md
     python benchmarks/dynamic_sampling.py --out FILE.csv

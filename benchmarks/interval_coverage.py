@@ -1,4 +1,4 @@
-"""How often 95 % intervals of held-out scores and gains cover the true value, if few problems differ from the others.
+"""How often 95% intervals of held-out scores and gains cover the true value, if few problems differ from the others.
 
     python benchmarks/interval_coverage.py          # about 6 minutes on one core
 

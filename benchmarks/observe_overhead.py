@@ -7,7 +7,7 @@ something: the event log with all its sinks, the line of each update, the progre
 thread. The results include the cost of the timers.
 
 There are two clocks: wall-clock time, and the CPU time of the working thread. On a quiet machine they agree; on a busy
-one, wall-clock time includes other processes. So the criterion (exit code 1 above 1 %) uses CPU time: over the CPU time
+one, wall-clock time includes other processes. So the criterion (exit code 1 above 1%) uses CPU time: over the CPU time
 of the training thread or, for drawing, which is paced by the wall clock, over wall-clock time.
 """
 

@@ -152,7 +152,7 @@ def picture(before: Occupancy, after: Occupancy) -> str:
         f'{PANELS[1].mode} {after.run_metrics.bubble:.0%}"><style>{style(COLORS, SIZES)}</style>'
         f'<rect class="paper edge" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>{drawn}'
         f'<text class="title ink" x="{middle:.0f}" y="{tops[1] + HEIGHT / 2:.0f}" text-anchor="middle">'
-        f"{gain:.2f} x the goodput</text>{drawn_axis(axis, seconds)}"
+        f"{gain:.2f}x the goodput</text>{drawn_axis(axis, seconds)}"
         f"{footer}</svg>\n"
     )
 

@@ -12,7 +12,7 @@ contender. They take turns, `--rounds` times; each round has its own prompts, an
 
 Not counted: one short update per contender at the start, which compiles and allocates, and in every round the first
 update of the elevator. Its second one still generates more than it trains on: simulated, these four updates have 0 to
-7 % fewer tokens per second than a long run. `carried`: tokens of unfinished and untrained responses after an update.
+7% fewer tokens per second than a long run. `carried`: tokens of unfinished and untrained responses after an update.
 `positions`: what the learner computes, with padding. GRPOTrainer pads an update to its longest response,
 SortedGRPOTrainer each micro-batch, so that its baseline differs, too. Generation includes the weight update.
 

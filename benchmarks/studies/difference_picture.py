@@ -1,9 +1,9 @@
-"""Draws the figures of docs/evidence.md: paired differences of a study, by seed, with mean and 95 % interval.
+"""Draws the figures of docs/evidence.md: paired differences of a study, by seed, with mean and 95% interval.
 
     python benchmarks/studies/difference_picture.py headline order_searching    # docs/img/study-NAME.svg
 
 One row per contrast that has the primary contrast's outcome, the primary one first. A small dot is one seed. The bar is
-the 95 % t interval of the mean, the large dot the mean. Times to a threshold count up to the horizon of the comparison.
+the 95% t interval of the mean, the large dot the mean. Times to a threshold count up to the horizon of the comparison.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-STUDENT_T = {8: 2.365, 12: 2.201, 16: 2.131}  # two-sided 95 %, by seeds
+STUDENT_T = {8: 2.365, 12: 2.201, 16: 2.131}  # two-sided 95%, by seeds
 CONTRASTS = (("filter", "off"), ("revisit-a-quarter", "filter"))
 
 

@@ -214,7 +214,7 @@ def test_the_verdict_says_what_the_gain_costs(tmp_path: Path) -> None:
     base, best = (run.run_metrics for run in runs)
     assert best.goodput > base.goodput
     sentence = report.as_json(runs)["conclusion"]
-    assert f"{best.goodput / base.goodput:.2f} x the tokens per second of baseline" in sentence
+    assert f"{best.goodput / base.goodput:.2f}x the tokens per second of baseline" in sentence
     assert f"{best.staleness_mean:.2f} versions old on average" in sentence
     slower = replace(runs[1], run_metrics=replace(best, goodput=0.1))
     worse = report.as_json([slower, runs[0]])["conclusion"]

@@ -1,4 +1,4 @@
-"""The simulator against what was measured on a GPU: 5 % of the goodput and 2 points of the bubble, in every run."""
+"""The simulator against what was measured on a GPU: 5% of the goodput and 2 points of the bubble, in every run."""
 
 import json
 import runpy
@@ -35,8 +35,8 @@ def test_plan_states_how_far_predictions_with_a_learner_were_off() -> None:
     within = sum(error <= 0.07 for error in errors)
     assert [f"{error:.0%}" for error in errors[within:]] == ["8%", "9%", "12%", "12%", "13%", "14%"]
     stated = f"{within} of {len(errors)}"
-    assert f"{stated} with a learner, 8 to 14 % off in the other six" in accuracy_line(SimulateSettings())
+    assert f"{stated} with a learner, 8 to 14% off in the other six" in accuracy_line(SimulateSettings())
     assert f"within 7% in {stated} runs" in (BENCHMARKS.parent / "docs" / "results.md").read_text(encoding="utf-8")
     assert "h200-8b is a preset:" in accuracy_line(SimulateSettings())
     assert "preset" not in accuracy_line(SimulateSettings(step_time=str(BENCHMARKS / "measured/h200-8b/profile.json")))
-    assert "up to 9 % off with five turns if returns were timed" in accuracy_line(SimulateSettings(turns=3))
+    assert "up to 9% off with five turns if returns were timed" in accuracy_line(SimulateSettings(turns=3))

@@ -117,10 +117,10 @@ def _notices_of_sizes(settings: SimulatedSettings) -> Iterator[str]:
 def accuracy_line(settings: SimulatedSettings) -> str:
     """How far predictions were from measurements: docs/results.md, "How close are the predictions?"."""
     error = (
-        "up to 9 % off with five turns if returns were timed (sortedrl profile --observation-tokens), else up to 31 %"
+        "up to 9% off with five turns if returns were timed (sortedrl profile --observation-tokens), else up to 31%"
         if settings.turns > 1 or settings.replayed_episodes is not None
-        else "within 5 % of the tokens per second of 18 runs of vLLM and 7 % of the updates per hour of 40 of 46 with "
-        "a learner, 8 to 14 % off in the other six"
+        else "within 5% of the tokens per second of 18 runs of vLLM and 7% of the updates per hour of 40 of 46 with "
+        "a learner, 8 to 14% off in the other six"
     )
     preset = f" {settings.step_time} is a preset: before you rely on a few percent, run sortedrl profile."
     return (
@@ -210,7 +210,7 @@ def _drafts_line(settings: SimulatedSettings) -> str:
         return ""
     tokens, slots = settings.draft_tokens, settings.most_slots_per_engine()
     most = pays_up_to(*step_times_of(settings), settings.draft_acceptance, slots, settings.usual_context())
-    cost = settings.draft_step_time or f"a step costs that of {tokens + 1} x the requests (not measured)"
+    cost = settings.draft_step_time or f"a step costs that of {tokens + 1}x the requests (not measured)"
     rule = f"while at most {most} of {slots} requests run" if settings.drafts == "tail" else "always"
     pays = f"; they pay with up to {most} running requests" if settings.drafts == "always" else ""
     steps = f"{settings.draft_acceptance:g} tokens per request and step"

@@ -1,6 +1,6 @@
 """Expected lengths from observed lengths, without a prediction model.
 
-Expected = max(estimate, 1.3 x the longest length that the rollout has reached in any attempt). The estimate is the
+Expected = max(estimate, 1.3x the longest length that the rollout has reached in any attempt). The estimate is the
 prompt's mean length in the last epoch, else the mean of the finished members of its group, else the median of recently
 finished rollouts.
 """

@@ -117,7 +117,7 @@ def response_logprobs(model: PreTrainedModel, context: Sequence[int], response: 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast the weights in place.
 
-    Buffers stay as they are: a rotary frequency in bf16 is off by up to 0.4 %, which at position 1,000 is several
+    Buffers stay as they are: a rotary frequency in bf16 is off by up to 0.4%, which at position 1,000 is several
     radians, and engines compute with fp32 frequencies.
     """
     for weight in model.parameters():
@@ -183,7 +183,7 @@ def compile_layers(module: PreTrainedModel) -> None:
 def avoid_plans_per_shape(device: torch.device) -> None:
     """Attention without cuDNN, in this process.
 
-    cuDNN plans every new shape, and nearly every micro-batch has its own: on an H200 the learner is 1.2 x as fast
+    cuDNN plans every new shape, and nearly every micro-batch has its own: on an H200 the learner is 1.2x as fast
     without it. It is a setting of the process because recomputation in the backward pass must use the same kernels.
     """
     if device.type == "cuda":

@@ -14,7 +14,7 @@ class AdamW:
 
     A bf16 weight has 8 bits of precision: at a learning rate of 1e-6, nearly every step would round to zero. So the 16
     bits lost in rounding are stored separately: weight and remainder together are an exact fp32 weight, and all
-    arithmetic is in fp32. The first moment is bf16, the second fp32 (in bf16, its decay by 0.1 % would round to no
+    arithmetic is in fp32. The first moment is bf16, the second fp32 (in bf16, its decay by 0.1% would round to no
     decay). fp32 weights have fp32 moments and no remainder. Weight decay applies to matrices only.
     """
 

@@ -246,7 +246,7 @@ def reason(choice: Option, runner_up: Option | None, with_kv_cache_reuse: Option
     if takes_other_time(choice):
         text += f" over the whole run ({choice.of_limit:.2f} while it generates)"
     text += (
-        f", {choice.run_of_limit / baseline.run_of_limit:.2f} x the best baseline ({baseline.name}, "
+        f", {choice.run_of_limit / baseline.run_of_limit:.2f}x the best baseline ({baseline.name}, "
         f"{baseline.run_of_limit:.2f}), at token staleness {choice.staleness_mean:.2f} "
         f"and length bias {choice.length_bias:+z.1%}."
     )
@@ -307,7 +307,7 @@ def streaming_advice(choice: Option, streamed: Option | None, how: str) -> str:
         return ""
     return (
         f"\n{how}: {streamed.name.partition(', streamed')[0]} then reaches {streamed.run_of_limit:.2f}, "
-        f"{streamed.run_of_limit / choice.run_of_limit:.2f} x this choice, at staleness {streamed.staleness_mean:.2f}."
+        f"{streamed.run_of_limit / choice.run_of_limit:.2f}x this choice, at staleness {streamed.staleness_mean:.2f}."
     )
 
 
@@ -370,7 +370,7 @@ def plan_drafts(settings: SimulatedSettings, workload: Workload, options: Sequen
 
 def _drafts_reason(settings: SimulatedSettings, most: int, options: Sequence[DraftedOption]) -> str:
     gains = "; ".join(
-        f"{one.name} {one.gain:.2f} x, "
+        f"{one.name} {one.gain:.2f}x, "
         + ("they never pay" if one.pays_from is None else f"they pay from {one.pays_from:.2f} on")
         for one in options
     )

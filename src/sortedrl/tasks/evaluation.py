@@ -1,11 +1,11 @@
 """Held-out scores with intervals: mean@k, pass@k, and the difference of two evaluations of the same problems.
 
-All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95 %: Wilson's if
+All functions are pure and work on `correct[problem][sample]`. Intervals are two-sided, 95%: Wilson's if
 every problem was sampled once, otherwise a bootstrap over problems (samples of one problem are not independent, but
 problems are). If all problems have the same score or the same difference, a bootstrap has no spread, and Wilson's
 interval over the problems is used: 20 of 20 correct is not certainty.
 
-If fewer than 20 problems differ from the others, a percentile bootstrap is too narrow (it covers 84 % at worst). Then
+If fewer than 20 problems differ from the others, a percentile bootstrap is too narrow (it covers 84% at worst). Then
 the interval is the normal one of the mean with a few problems added: for a difference, one with the largest and one
 with its opposite (for right and wrong: Bonett and Price 2012); for scores, two right and two wrong ones (Agresti and
 Coull 1998). `benchmarks/interval_coverage.py` measures both.

@@ -24,7 +24,7 @@ class April(Partial):
 
 @dataclass(frozen=True)
 class TailBatching(OnPolicy):
-    """RollPacker's tail batching: a short round starts 1.25 x the rollouts it needs and sets aside those it aborts.
+    """RollPacker's tail batching: a short round starts 1.25x the rollouts it needs and sets aside those it aborts.
     When enough for an update are set aside, a long round runs exactly those to their end."""
 
     gated: ClassVar[bool] = False

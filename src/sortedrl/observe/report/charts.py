@@ -55,7 +55,7 @@ def slot_time_fractions(runs: Sequence[ReportedRun], names: Sequence[str]) -> Ch
         {
             "type": "bar", "orientation": "h", "name": part_name(part), "y": list(names),
             "x": [rounded(100 * run.slot_time.get(part, 0.0)) for run in runs],
-            "marker": {"color": color}, "hovertemplate": "%{x:.1f} %",
+            "marker": {"color": color}, "hovertemplate": "%{x:.1f}%",
         }
         for part, color in ordered({part for run in runs for part in run.slot_time})
     ]  # fmt: skip
@@ -105,15 +105,15 @@ def timeline(run: ReportedRun, place: int, label: str, unit: str) -> Chart:
 
 
 def lengths(run: ReportedRun, place: int, title: str) -> Chart:
-    """Response lengths per update: the median and the middle 50 % and 90 %."""
+    """Response lengths per update: the median and the middle 50% and 90%."""
     x = [point.updates for point in run.points]
     p5, p25, p50, p75, p95 = ([rounded(p.length_quantiles[i]) for p in run.points] for i in range(5))
     band = {"type": "scatter", "mode": "lines", "x": x, "line": {"width": 0}}
     data = [
-        band | {"name": "5 %", "y": p5},
-        band | {"name": "95 %", "y": p95, "fill": "tonexty", "fillcolor": "rgba(43,127,184,0.18)"},
-        band | {"name": "25 %", "y": p25},
-        band | {"name": "75 %", "y": p75, "fill": "tonexty", "fillcolor": "rgba(43,127,184,0.35)"},
+        band | {"name": "5%", "y": p5},
+        band | {"name": "95%", "y": p95, "fill": "tonexty", "fillcolor": "rgba(43,127,184,0.18)"},
+        band | {"name": "25%", "y": p25},
+        band | {"name": "75%", "y": p75, "fill": "tonexty", "fillcolor": "rgba(43,127,184,0.35)"},
         band | {"name": "median", "y": p50, "line": {"color": "#2b7fb8", "width": 2}},
     ]
     axes = layout("update", "length (tokens)")
@@ -162,7 +162,7 @@ def curves(kind: str, series: Sequence[Series], unit: str) -> list[Chart]:
 
 
 def _error_bars(scores: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The 95 % confidence interval of each evaluation."""
+    """The 95% confidence interval of each evaluation."""
     up, down = ([rounded(abs(score[end] - score["value"])) for score in scores] for end in ("high", "low"))
     return {"type": "data", "symmetric": False, "thickness": 1, "width": 3, "array": up, "arrayminus": down}
 

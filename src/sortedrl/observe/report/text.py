@@ -20,7 +20,7 @@ Rows = list[tuple[str, list[str]]]  # each with its name
 
 
 class Column(NamedTuple):
-    """A metric of the headline. `form` is its format, of 100 x the value if it ends with %."""
+    """A metric of the headline. `form` is its format, of 100x the value if it ends with %."""
 
     field: str
     name: str
@@ -52,7 +52,7 @@ HEADLINE = (
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{100 * value:.1f}%"
 
 
 def headline(series: Sequence[Series]) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _conclusion_of_several(series: Sequence[Series]) -> str:
             f"{percent(reference.mean('bubble'))} of slot-time empty; {second.label} trained on "
             f"{second.mean('goodput'):,.0f} with {percent(second.mean('bubble'))}."
         )
-    gain = f"{after / before:.2f} x the tokens per second of {reference.label}" if before else "most tokens per second"
+    gain = f"{after / before:.2f}x the tokens per second of {reference.label}" if before else "most tokens per second"
     return (
         f"{best.label} trained on {gain} ({after:,.0f} vs. {before:,.0f}): it left {percent(best.mean('bubble'))} of "
         f"slot-time empty instead of {percent(reference.mean('bubble'))}{_cost(best)}."

@@ -55,7 +55,7 @@ def answer(compared: Compared) -> str:
     if found.t_interval is None:
         return f"{text} with each of {found.pairs} seeds: without spread there is no interval."
     text += f" +- {number(outcome, found.standard_error)} (standard error, {found.pairs} seeds)"
-    text += f", 95 % interval {interval(outcome, found.t_interval)}"
+    text += f", 95% interval {interval(outcome, found.t_interval)}"
     if found.t_interval.low <= 0 <= found.t_interval.high:
         return f"{text}: no difference shown."
     return f"{text}: {compared.arm} is {'higher' if found.mean > 0 else 'lower'}."
@@ -69,7 +69,7 @@ def caveats(comparison: Comparison) -> Iterator[str]:
         if primary.anecdote:
             yield f"An anecdote: {found.pairs} seeds prove nothing. Use 8 or more."
         visible = number(primary.outcome, found.smallest_visible)
-        yield f"Smallest difference that {found.pairs} seeds show with 80 % probability: {visible}."
+        yield f"Smallest difference that {found.pairs} seeds show with 80% probability: {visible}."
     if primary.censoring is not None:
         yield censoring(primary)
     if primary.missing_seeds:
@@ -116,7 +116,7 @@ def censoring(compared: Compared) -> str:
 
 def parts(comparison: Comparison) -> list[RenderableType]:
     """What the terminal shows at the end."""
-    headings = "contrast", "outcome", "difference", "95 % interval", "relative", "seeds"
+    headings = "contrast", "outcome", "difference", "95% interval", "relative", "seeds"
     rows = ([printable(row[0]), *row[1:4], row[5], row[7]] for row in map(contrast_row, comparison.contrasts))
     contrasts = table("Contrasts, paired by seed; the first one is primary", headings, rows)
     shown = [name for name in IN_THE_TERMINAL if name in comparison.study.outcomes]
@@ -177,7 +177,7 @@ def page(comparison: Comparison) -> str:
 
 
 def learning_chart(comparison: Comparison, colors: dict[str, str]) -> Chart:
-    """Mean score per arm; the band is the 95 % interval of the mean over seeds."""
+    """Mean score per arm; the band is the 95% interval of the mean over seeds."""
     at = comparison.study.threshold
     line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": at, "y1": at}
     line |= {"line": {"color": "#888888", "width": 1, "dash": "dot"}}
@@ -207,7 +207,7 @@ def difference_charts(comparison: Comparison) -> list[Chart]:
         marks |= {"y": [name for name, _ in found], "x": [rounded(one.mean) for _, one in found]}
         marks |= {"error_x": {"type": "data", "array": halves, "thickness": 1.5, "width": 5}}
         marks |= {"marker": {"size": 9, "color": "#2b7fb8"}}
-        axes = layout(f"{outcome}: difference, 95 % t interval", "", hovermode="closest")
+        axes = layout(f"{outcome}: difference, 95% t interval", "", hovermode="closest")
         axes["xaxis"]["rangemode"] = "tozero"
         axes["yaxis"] |= {"autorange": "reversed", "ticksuffix": "  "}
         view = {"data": [marks], "layout": axes}

@@ -45,7 +45,7 @@ class Difference:
     standard_error: float | None = None
     t_interval: Interval | None = None
     bootstrap_interval: Interval | None = None
-    smallest_visible: float | None = None  # true difference that so many seeds show with 80 % probability
+    smallest_visible: float | None = None  # true difference that so many seeds show with 80% probability
     relative: float | None = None  # to the mean of the other arm, if that is positive
 
 
