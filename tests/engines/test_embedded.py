@@ -284,11 +284,7 @@ def test_noise_of_neighbours_is_independent() -> None:
     keys = torch.tensor([seed_key(seed) for seed in range(500)])
     noise = torch.stack([sampler.exponentials(keys, torch.full((500,), n), 100) for n in range(10)]).log()
     noise = (noise - noise.mean()) / noise.std()
-    for first, second in (
-        (noise[1:], noise[:-1]),
-        (noise[:, 1:], noise[:, :-1]),
-        (noise[..., 1:], noise[..., :-1]),
-    ):
+    for first, second in ((noise[1:], noise[:-1]), (noise[:, 1:], noise[:, :-1]), (noise[..., 1:], noise[..., :-1])):
         assert abs(float((first * second).mean())) < 5 / first.numel() ** 0.5
 
 

@@ -337,8 +337,7 @@ USES: dict[str, Callable[[Engine], None]] = {
 
 @pytest.mark.parametrize("name", NO_CHANGES)
 @pytest.mark.parametrize(
-    ("use", "method"),
-    [*((use, "poll") for use in USES), ("training", "abort"), ("a wrapped engine", "abort")],
+    ("use", "method"), [*((use, "poll") for use in USES), ("training", "abort"), ("a wrapped engine", "abort")]
 )
 def test_a_method_that_returns_no_list_of_changes_is_named_in_one_line(name: str, use: str, method: str) -> None:
     made, expected = NO_CHANGES[name]

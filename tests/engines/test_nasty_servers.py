@@ -408,9 +408,7 @@ FAULTS: dict[str, Fault] = {
     "aborts answer nonsense": Fault(answers(ABORTS, "[[")),
     "aborts hang": Fault(answers(ABORTS, "", after=30)),
     "its identity is nonsense from some time on": Fault(
-        malformed_after_start("[]", "/model_info", "/weight_info"),
-        DIES,
-        "no longer responds",
+        malformed_after_start("[]", "/model_info", "/weight_info"), DIES, "no longer responds"
     ),
     "a server that says nothing sensible at its start": Fault(
         answers("/server_info", "[1]"), REFUSED, "unexpected format"

@@ -37,10 +37,7 @@ class TestSimulated(EngineContract):
 
     def make_engine(self, slots: int) -> Engine:
         return self.kind(
-            slots=slots,
-            step_time=STEP_TIME,
-            length_of=lambda request: 20 + request.seed % 13,
-            kv_tokens=self.kv_tokens,
+            slots=slots, step_time=STEP_TIME, length_of=lambda request: 20 + request.seed % 13, kv_tokens=self.kv_tokens
         )
 
 

@@ -121,10 +121,7 @@ def cluster(engines: int, mode: str, *sinks: Any, cohorts: int = 2, seed: int = 
         prompts=cohorts * 4 * PER_ENGINE * engines,
     )
     schedule = Schedule(
-        mode=mode,
-        rollouts_per_update=PER_ENGINE * engines,
-        prompts_per_cohort=4 * PER_ENGINE * engines,
-        seed=seed,
+        mode=mode, rollouts_per_update=PER_ENGINE * engines, prompts_per_cohort=4 * PER_ENGINE * engines, seed=seed
     )
     return run(workload, schedule, *sinks), limit(workload, schedule)
 

@@ -14,23 +14,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import (
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-)
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from as_batch import as_batch
 from sortedrl.core.batch import Batch
 from sortedrl.core.configuration import ConfigurationError
 from sortedrl.core.rollout import Prompt, Rollout, Segment
-from sortedrl.learner.batching import (
-    micro_batches,
-    padded_tokens,
-    sorted_micro_batches,
-    update_batch,
-)
+from sortedrl.learner.batching import micro_batches, padded_tokens, sorted_micro_batches, update_batch
 from sortedrl.learner.learner import Learner
 from sortedrl.learner.losses import effective_sample_fraction
 from sortedrl.learner.models import TokenScorer, response_logprobs
@@ -132,10 +122,7 @@ def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        {"gradient_checkpointing": True, "temperature": 0.7},
-        {"entropy_coefficient": 0.1, "kl_coefficient": 0.1},
-    ],
+    [{"gradient_checkpointing": True, "temperature": 0.7}, {"entropy_coefficient": 0.1, "kl_coefficient": 0.1}],
     ids=["recomputed", "entropy and KL"],
 )
 def test_compiled_updates_equal_plain_ones_and_compile_once(options: dict[str, Any]) -> None:

@@ -10,16 +10,7 @@ from transformers import PreTrainedModel
 
 from as_batch import as_batch
 from sortedrl.core import Prompt, Rollout, Segment
-from tiny_learners import (
-    NO_CLIPPING,
-    TWO_LAYERS,
-    VOCABULARY,
-    assert_close,
-    gradients,
-    learner_with,
-    same,
-    tiny_model,
-)
+from tiny_learners import NO_CLIPPING, TWO_LAYERS, VOCABULARY, assert_close, gradients, learner_with, same, tiny_model
 
 TEMPERATURE = 0.7
 TURNS = ((3, 2, 4), (2, 5, 1, 3, 2), (6,), (1, 1, 1, 1, 1, 1, 1))  # policy, environment, policy, ...

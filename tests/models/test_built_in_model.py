@@ -83,10 +83,7 @@ def test_puzzles_and_reasoning_survive_the_tokenizer(tokenizer: Any) -> None:
 
 
 def test_the_chat_template_leads_up_to_the_response(tokenizer: Any) -> None:
-    messages = [
-        {"role": "system", "content": "guess"},
-        {"role": "user", "content": "Ann says Bob is a knave."},
-    ]
+    messages = [{"role": "system", "content": "guess"}, {"role": "user", "content": "Ann says Bob is a knave."}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|system|>guess<|user|>Ann says Bob is a knave.<|assistant|>"
     assert len(tokenizer(text, add_special_tokens=False)["input_ids"]) == 7

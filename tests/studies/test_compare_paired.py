@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sortedrl.studies.compare.paired import (
-    difference,
-    median_time,
-    sign_test,
-    t_quantile,
-    threshold_difference,
-)
+from sortedrl.studies.compare.paired import difference, median_time, sign_test, t_quantile, threshold_difference
 from sortedrl.studies.compare.results import Point, Reached, curve_area, last_cohorts, learning_curve, reached
 
 T_TABLE = {  # upper 2.5 % and upper 20 % points of Student's t, from standard tables

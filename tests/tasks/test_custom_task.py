@@ -113,11 +113,7 @@ def test_a_task_class_gets_its_options_and_an_object_is_used_as_it_is(folder: Pa
         ("my_rewards:exakt", {}, "has no 'exakt'; did you mean 'exact'"),
         ("my_rewards:Nope", {}, "has no 'Nope'; it defines exact, truth, conclusion, text, one_argument, Fixed"),
         ("my_rewards:exact", {}, "needs prompts: set --data FILE"),
-        (
-            "my_rewards:exact",
-            {"data": "prompts.jsonl", "color": "red"},
-            "'color'; its options are data, held_out_data",
-        ),
+        ("my_rewards:exact", {"data": "prompts.jsonl", "color": "red"}, "'color'; its options are data, held_out_data"),
         ("my_rewards:one_argument", {"data": "prompts.jsonl"}, r"called with \(problem, response\)"),
         ("my_rewards:limit", {}, "is an int: expected a reward function"),
         ("my_rewards:Half", {}, "is not a task: it has no held_out and no score"),

@@ -93,8 +93,7 @@ def gain_of(better: int, worse: int, problems: int) -> Estimate:
     """With one sample per problem."""
     same = problems - better - worse
     return paired_difference(
-        [[False]] * better + [[True]] * worse + [[True]] * same,
-        [[True]] * better + [[False]] * worse + [[True]] * same,
+        [[False]] * better + [[True]] * worse + [[True]] * same, [[True]] * better + [[False]] * worse + [[True]] * same
     )
 
 

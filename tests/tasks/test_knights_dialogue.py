@@ -9,13 +9,7 @@ from worked_dialogue import DialogueFlaws, Turn, dialogue_phrases, worked_dialog
 
 from sortedrl.tasks.environment import require_environment
 from sortedrl.tasks.knights_and_knaves import COMPACT_NAMES, WARM_START_SHARE, fingerprint, solutions
-from sortedrl.tasks.knights_dialogue import (
-    KnightsDialogue,
-    asked,
-    question,
-    random_dialogue,
-    silence,
-)
+from sortedrl.tasks.knights_dialogue import KnightsDialogue, asked, question, random_dialogue, silence
 from sortedrl.tasks.registry import task_by_name
 from sortedrl.tasks.task import Problem, Reward
 
