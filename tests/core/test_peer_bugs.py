@@ -65,12 +65,13 @@ def test_one_straggler_does_not_hold_up_the_step(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_straggler_that_never_answers_does_not_wedge_the_run(mode: str) -> None:
     """Neither one whose judge is silent nor one that the engine keeps losing."""
-    result = Run(
-        scenario(mode, ONE_LONG, rollouts_per_update=4, score_seconds=(NEVER, *[0.0] * 23), score_wait_seconds=5.0)
-    )
+    faults = {"score_seconds": (NEVER, *[0.0] * 23), "score_wait_seconds": 5.0, "max_retries": 2}
+    result = Run(scenario(mode, ONE_LONG, rollouts_per_update=4, **faults))
     result.engine._lost_after = lambda request: 0 if request.id == 7 else None
     result.to_end()
-    assert {event.rollout for event in result.all(events.Rejected)} == {0, 7}
+    assert [event.rollout for event in result.all(events.Failed)] == [7, 7, 7]
+    reasons = {event.rollout: event.reason for event in result.all(events.Rejected)}
+    assert reasons == {0: "no score in time, twice", 7: "failed 3 times, last: lost by the engine"}
     assert trained_ids(result) == sorted(set(range(len(ONE_LONG))) - {0, 7})
 
 
@@ -90,14 +91,9 @@ def test_staleness_is_counted_rightly_after_a_restart_and_the_bound_holds(mode: 
 def test_every_request_is_sampled_with_the_settings_that_the_learner_knows() -> None:
     """Temperature and top-p that differ between requests, or between a start and its resume, bias the ratio."""
     plan = Run(scenario("partial", ONE_LONG, slots=4, rollouts_per_update=2))
-    sampling = Sampling(temperature=0.7, top_p=0.9)
-    controller = Controller(
-        plan.engine,
-        Prompts(plan.scenario.dataset()),
-        ScoreAtOnce(lambda rollout: 0.0),
-        plan.scenario.schedule,
-        sampling=sampling,
-    )
+    sampling, prompts = Sampling(temperature=0.7, top_p=0.9), Prompts(plan.scenario.dataset())
+    scorer = ScoreAtOnce(lambda rollout: 0.0)
+    controller = Controller(plan.engine, prompts, scorer, plan.scenario.schedule, sampling=sampling)
     for _ in controller:
         controller.publish()
     assert any(request.prefix for request in plan.engine.requests)
@@ -112,9 +108,6 @@ def test_rollouts_per_update_counts_rollouts_not_prompts(mode: str) -> None:
 
 
 def test_a_cohort_given_in_rollouts_instead_of_prompts_is_explained_in_numbers() -> None:
-    with pytest.raises(ConfigurationError) as error:
-        Schedule(rollouts_per_update=1024, prompts_per_cohort=64, rollouts_per_prompt=8).check_cohort()
-    assert "64 prompts x 8 rollouts = 512 rollouts cannot fill one update of 1024" in str(error.value)
-    assert "Set prompts_per_cohort to 128 or more" in str(error.value)
+    """By the controller, too; `check_cohort` itself: test_rules.py."""
     with pytest.raises(ConfigurationError, match="cannot fill one update of 128"):
         Controller(PacedEngine(slots=1), Prompts([Prompt("a", [1])]), ScoreAtOnce(len), Schedule(prompts_per_cohort=64))

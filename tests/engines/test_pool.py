@@ -15,6 +15,7 @@ import scenarios
 from closing import closed_after
 from ledgers import completed, partly_generated
 from paced import PacedEngine
+from processes import wait_until
 from random_runs import peaceful
 from scenarios import Run, Scenario
 from small_models import engine_of, model_of
@@ -181,8 +182,7 @@ def test_a_moved_request_starts_again_after_its_preemption_even_by_a_slow_clock(
     (lost,) = members[0].submitted
     members[1].clock_offset -= 5.0
     members[0].die()
-    while len(members[1].submitted) < 2:  # no poll: the loss and the new start are in one report
-        time.sleep(0.01)
+    wait_until(lambda: len(members[1].submitted) == 2)  # no poll: the loss and the new start are in one report
     time.sleep(0.05)
     changes = [type(change) for change in pool.poll() if change.id == lost.id]
     assert changes.index(RequestPreempted) < changes.index(RequestStarted)
@@ -433,13 +433,6 @@ def test_close_ends_the_threads() -> None:
     pool.submit(requests(5000))
     pool.close()
     wait_until(lambda: set(threading.enumerate()) <= before)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.001)
 
 
 # Whole runs

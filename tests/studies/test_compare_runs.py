@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import forked
 import toy
 from forked import Done
-from processes import is_running, wait_for_end
+from processes import is_running, wait_for_end, wait_until
 from sortedrl.studies.compare import study_folder
 from sortedrl.studies.compare.results import FROM_THE_SUMMARY, read_run
 from sortedrl.studies.compare.study import parsed_study
@@ -99,13 +98,6 @@ def without_time(line: dict[str, Any]) -> dict[str, Any]:
 
 def by_name(line: dict[str, Any]) -> tuple[str, int]:
     return line["arm"], line["seed"]
-
-
-def wait_until(condition: Callable[[], Any], patience: float = 120.0) -> None:
-    until = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < until, "nothing happened"
-        time.sleep(0.02)
 
 
 # Quick

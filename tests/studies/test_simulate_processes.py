@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from processes import wait_until
 
 SECONDS = 60.0  # on a busy machine; the simulation would take far longer
 
@@ -20,7 +21,7 @@ def simulating() -> Iterator[subprocess.Popen[str]]:
         words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as command:
         try:
-            wait_until(lambda: len(group_of(command.pid)) > 1, "workers started")
+            wait_until(lambda: len(group_of(command.pid)) > 1)
             yield command
         finally:
             with suppress(ProcessLookupError):
@@ -38,13 +39,6 @@ def group_of(leader: int) -> list[int]:
     return found
 
 
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
-        time.sleep(0.01)
-
-
 def test_ctrl_c_ends_a_simulation_at_once_in_one_line() -> None:
     with simulating() as command:
         os.killpg(command.pid, signal.SIGINT)
@@ -52,11 +46,11 @@ def test_ctrl_c_ends_a_simulation_at_once_in_one_line() -> None:
         notice, *rest = printed.splitlines()
         assert "each mode is simulated with" in notice, "before it starts"
         assert (command.returncode, rest) == (130, ["interrupted"])
-        wait_until(lambda: not group_of(command.pid), "workers ended")
+        wait_until(lambda: not group_of(command.pid))
 
 
 def test_no_worker_outlives_a_simulation_that_was_killed() -> None:
     with simulating() as command:
         command.kill()
         command.wait()
-        wait_until(lambda: not group_of(command.pid), "workers ended")
+        wait_until(lambda: not group_of(command.pid))
