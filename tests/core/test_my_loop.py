@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from closing import closed_after
 from sortedrl.core import ConfigurationError, Controller, Prompt
 from sortedrl.core.events import Published, RunBegan, SettingsChanged
 from sortedrl.core.strategies.paper import Partial
@@ -44,7 +45,7 @@ class CountingLearner:
 
 
 @pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes_all: None) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT)
     yield tmp_path
@@ -70,6 +71,14 @@ def names_of_a_user(learner: CountingLearner) -> dict[str, Any]:
         "dataset": [(f"p{number}", [0, 1, 2], "e") for number in range(PROMPTS)],
         "my_reward": lambda tokens, answer: float("abcdefghijklmnopqrstuvwxyz".index(answer) in tokens),
     }
+
+
+def begun(set_up: str | None = None) -> dict[str, Any]:
+    """The names of a user who has run the set-up."""
+    made = names_of_a_user(CountingLearner())
+    exec(set_up or blocks()[0], made)
+    closed_after(made["recorder"])
+    return made
 
 
 def interrupted_run() -> CountingLearner:
@@ -139,28 +148,19 @@ def test_an_engine_with_the_weights_of_before_the_checkpoint_is_named(in_folder:
     interrupted_run()
     set_up, _, resuming = blocks()
     forgetful = "\n".join(line for line in resuming.splitlines() if "update_weights" not in line)
-    made = names_of_a_user(CountingLearner())
-    exec(without_recorder(set_up) + forgetful, made)
+    made = begun(without_recorder(set_up) + forgetful)
     with pytest.raises(ConfigurationError, match=r"version = 0: .*Call engine.update_weights\(weights, 2\) before"):
         next(iter(made["controller"]))
-    made["recorder"].close()
 
 
 def test_another_process_sees_the_log_up_to_the_last_phase(in_folder: Path) -> None:
-    made = names_of_a_user(CountingLearner())
-    set_up, _, _ = blocks()
-    exec(set_up, made)
-    next(iter(made["controller"]))
+    next(iter(begun()["controller"]))
     *_, last = read_events(in_folder / "my_run" / "events.jsonl")
     assert last.phase == "learner"  # type: ignore[union-attr]
-    made["recorder"].close()
 
 
 def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_folder: Path) -> None:
-    made = names_of_a_user(CountingLearner())
-    set_up, _, _ = blocks()
-    exec(set_up.replace("Schedule(", "Schedule(max_staleness=4, "), made)
-    controller = made["controller"]
+    controller = begun(blocks()[0].replace("Schedule(", "Schedule(max_staleness=4, "))["controller"]
     controller.publish(0)  # the first weights: no token is older
     batches = iter(controller)
     for version in (2, 3):
@@ -168,18 +168,13 @@ def test_a_second_publish_after_one_batch_is_refused_under_a_staleness_bound(in_
         assert controller.publish(version) == version
         with pytest.raises(RuntimeError, match=r"publish was called twice after update \d.*once per batch"):
             controller.publish(version)
-    made["recorder"].close()
 
 
 def test_weights_published_before_a_restore_do_not_count(in_folder: Path) -> None:
     set_up = blocks()[0].replace("Schedule(", "Schedule(max_staleness=4, ")
-    first = names_of_a_user(CountingLearner())
-    exec(set_up, first)
+    first, second = begun(set_up), begun(set_up.replace('"my_run"', '"resumed"'))
     next(iter(first["controller"]))
     assert first["controller"].publish(1) == 1
-    first["recorder"].close()
-    second = names_of_a_user(CountingLearner())
-    exec(set_up.replace('"my_run"', '"resumed"'), second)
     controller = second["controller"]
     controller.publish(0)
     controller.restore(first["controller"].state())
@@ -189,27 +184,19 @@ def test_weights_published_before_a_restore_do_not_count(in_folder: Path) -> Non
     second["engine"].update_weights(0, 1)
     next(iter(controller))
     assert controller.publish(2) == 2
-    second["recorder"].close()
 
 
 def test_without_a_bound_every_optimizer_step_may_publish(in_folder: Path) -> None:
-    made = names_of_a_user(CountingLearner())
-    set_up, _, _ = blocks()
-    exec(set_up, made)
-    controller = made["controller"]
+    controller = begun()["controller"]
     next(iter(controller))
     assert [controller.publish(step) for step in range(2)] == [1, 2]
-    made["recorder"].close()
 
 
 def test_a_batch_without_a_publish_after_it_is_pointed_out_once(
     in_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else the engine keeps the old weights, and the report calls every token on-policy."""
-    made = names_of_a_user(CountingLearner())
-    set_up, _, _ = blocks()
-    exec(set_up, made)
-    controller = made["controller"]
+    controller = begun()["controller"]
     batches = iter(controller)
     for version in (1, 2):
         next(batches)
@@ -221,7 +208,6 @@ def test_a_batch_without_a_publish_after_it_is_pointed_out_once(
         "update 3 is handed out, but no weights were published after the one before: staleness is wrong until you call "
         "controller.publish(weights) once per batch"
     ]
-    made["recorder"].close()
 
 
 PARTS = {
@@ -239,9 +225,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_wrong_part_of_the_loop_is_named_with_what_to_write_instead(name: str, in_folder: Path) -> None:
-    made = names_of_a_user(CountingLearner())
-    exec(blocks()[0], made)
-    made["recorder"].close()
+    made = begun()
     parts = {key: made[key] for key in ("engine", "prompts", "scorer", "schedule")}
     part, expected = PARTS[name]
     with pytest.raises(TypeError, match=expected):
