@@ -44,38 +44,20 @@ class SaysNothing(PacedEngine):
         return [change for change in changes if not isinstance(change, Tokens)]
 
 
+@pytest.mark.parametrize(("has_environment", "mask"), [(False, [1, 1]), (True, [1, 1, 0, 1, 1])])
 @pytest.mark.parametrize("empty", [1, 3])
-def test_a_turn_without_a_token_is_a_failure_of_the_engine(empty: int) -> None:
-    """An environment has nothing to answer, and two answers in a row would be one context."""
+def test_a_turn_without_a_token_is_a_failure_of_the_engine(empty: int, has_environment: bool, mask: list[int]) -> None:
+    """The learner has nothing to train on: it would end the run. An environment has nothing to answer, and two answers
+    in a row would be one context."""
     log: list[Any] = []
     environments = InstantEnvironments(lambda rollout: None if rollout.observations else [5])
-    prompts = Prompts([Prompt("p", [1])])
-    controller = Controller(
-        SaysNothing(empty),
-        prompts,
-        ScoreAtOnce(lambda rollout: 1.0),
-        ONE,
-        environments=environments,
-        log=EventLog(log.append),
-    )
+    parts: Any = (SaysNothing(empty), Prompts([Prompt("p", [1])]), ScoreAtOnce(lambda rollout: 1.0), ONE)
+    log_of_run = EventLog(log.append)
+    controller = Controller(*parts, environments=environments if has_environment else None, log=log_of_run)
     trained = [rollout for batch in controller for rollout in batch]
     failures = [event.reason for event in log if isinstance(event, events.Failed)]
     assert len(failures) == empty and all("without a token" in reason for reason in failures)
-    assert [rollout.mask for rollout in trained] == ([[1, 1, 0, 1, 1]] if empty <= ONE.max_retries else [])
-
-
-@pytest.mark.parametrize("empty", [1, 3])
-def test_a_response_without_a_token_is_a_failure_of_the_engine(empty: int) -> None:
-    """The learner has nothing to train on: it would raise an error and end the run."""
-    log: list[Any] = []
-    prompts = Prompts([Prompt("p", [1])])
-    controller = Controller(
-        SaysNothing(empty), prompts, ScoreAtOnce(lambda rollout: 1.0), ONE, log=EventLog(log.append)
-    )
-    trained = [rollout for batch in controller for rollout in batch]
-    failures = [event.reason for event in log if isinstance(event, events.Failed)]
-    assert len(failures) == empty and all("without a token" in reason for reason in failures)
-    assert [len(rollout) for rollout in trained] == ([2] if empty <= ONE.max_retries else [])
+    assert [rollout.mask for rollout in trained] == ([mask] if empty <= ONE.max_retries else [])
 
 
 def test_an_engine_without_slots_is_refused() -> None:
@@ -83,14 +65,12 @@ def test_an_engine_without_slots_is_refused() -> None:
         Controller(PacedEngine(slots=0), Prompts([Prompt("p", [1])]), ScoreAtOnce(len), ONE)
 
 
-@pytest.mark.parametrize(
-    ("protocol", "forgotten"), [(Scorer, "pending"), (Environments, "cancel"), (Expectation, "state")]
-)
-def test_a_derived_part_that_lacks_a_method_cannot_be_made(protocol: type, forgotten: str) -> None:
+@pytest.mark.parametrize(("kind", "forgotten"), [(Scorer, "pending"), (Environments, "cancel"), (Expectation, "state")])
+def test_a_derived_part_that_lacks_a_method_cannot_be_made(kind: type, forgotten: str) -> None:
     """It inherited the protocol's empty method: nothing was pending, or no expected length was in the checkpoint."""
-    members = {name: lambda self: None for name in vars(protocol) if not name.startswith("_") and name != forgotten}
+    members = {name: lambda self: None for name in vars(kind) if not name.startswith("_") and name != forgotten}
     with pytest.raises(TypeError, match=f"abstract class Mine .*{forgotten}"):
-        type("Mine", (protocol,), members)()
+        type("Mine", (kind,), members)()
 
 
 def test_two_prompts_with_one_id_are_refused() -> None:
