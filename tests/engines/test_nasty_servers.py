@@ -311,9 +311,7 @@ FAULTS: dict[str, Fault] = {
     "a log-probability that is NaN": Fault(token_event([12], [float("nan")]), says="is not JSON"),
     "a log-probability that is null": Fault(token_event([12], [None]), says="Expected `float`"),
     "a log-probability that is a string": Fault(token_event([12], ["-1"]), says="Expected `float`"),
-    "a log-probability beyond the learner's float32": Fault(
-        token_event([12], [-1e39]), says="Expected `float` >= -10000"
-    ),
+    "a log-probability beyond float32": Fault(token_event([12], [-1e39]), says="Expected `float` >= -10000"),
     "a log-probability far out of range": Fault(token_event([12], [-1e300]), says="Expected `float` >= -10000"),
     "an infinite log-probability": Fault(token_event([12], [float("-inf")]), says="is not JSON"),
     "a log-probability above 0": Fault(token_event([12], [0.5]), says="Expected `float` <= 0.001"),
@@ -334,9 +332,7 @@ FAULTS: dict[str, Fault] = {
     "a stop without an end token": Fault(
         altered(lambda s, lines: [lines[0], s.event([12], [-0.13], 2, "stop"), b"[DONE]"]), says="eos_token_ids"
     ),
-    "a weight version that is no text": Fault(
-        replaced(VERSION, rb"\g<1>null"), says="Expected `str", dialects=("vllm",)
-    ),
+    "a weight version that is null": Fault(replaced(VERSION, rb"\g<1>null"), says="Expected `str", dialects=("vllm",)),
     "a weight version that is a number": Fault(replaced(VERSION, rb"\g<1>17"), says="Expected `str"),
     "an unknown end": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, "tired")]), says="tired"),
     "an end of another type": Fault(altered(lambda s, lines: [lines[0], s.event([], [], 1, [1, 2])])),
@@ -410,9 +406,7 @@ FAULTS: dict[str, Fault] = {
     "its identity is nonsense from some time on": Fault(
         malformed_after_start("[]", "/model_info", "/weight_info"), DIES, "no longer responds"
     ),
-    "a server that says nothing sensible at its start": Fault(
-        answers("/server_info", "[1]"), REFUSED, "unexpected format"
-    ),
+    "a server that talks nonsense at its start": Fault(answers("/server_info", "[1]"), REFUSED, "unexpected format"),
     "an address of something else": Fault(answers("/server_info", "<html>", "text/html"), REFUSED, "unexpected format"),
     "log-probabilities before temperature": Fault(
         answers("/server_info", vllm_server_info(logprobs_mode="raw_logprobs")),
@@ -498,6 +492,15 @@ def check_trained(run: Run, *, is_endless: bool = False) -> None:
         assert len(run.trained) + len(run.rejected) == run.rollouts
 
 
+def right_run_on(engine: Any, weights: Path, rollouts: int = ROLLOUTS) -> Run:
+    """One that ends without an error. The engine is closed after it."""
+    with closing(engine):
+        run = run_on(engine, weights, rollouts)
+    check_trained(run)
+    assert run.error is None, run.error
+    return run
+
+
 def engine_at(server: NastyServer, **options: Any) -> HttpEngine:
     limits = {"silence_seconds": DEADLINE_SECONDS, "unavailable_seconds": UNAVAILABLE_SECONDS}
     return DIALECTS[server.dialect](
@@ -521,9 +524,7 @@ def servers_of(server_loop: ServerLoop) -> Iterator[Servers]:
         server.close()
 
 
-@pytest.mark.parametrize(
-    ("dialect", "name"), [(dialect, name) for name, fault in FAULTS.items() for dialect in fault.dialects]
-)
+@pytest.mark.parametrize(("dialect", "name"), [(one, name) for name, fault in FAULTS.items() for one in fault.dialects])
 def test_a_run_ends_right_or_with_one_clear_error(dialect: str, name: str, servers_of: Servers, tmp_path: Path) -> None:
     fault = FAULTS[name]
     (server,) = servers_of(dialect)
@@ -565,10 +566,8 @@ def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
 
     (server,) = servers_of(dialect)
     server.act = act
-    with closing(engine_at(server)) as engine:
-        run = run_on(engine, tmp_path)
-    check_trained(run)
-    assert run.error is None and len(run.trained) == ROLLOUTS and not run.failed
+    run = right_run_on(engine_at(server), tmp_path)
+    assert len(run.trained) == ROLLOUTS and not run.failed
     assert next(codes, None) is None, "each was sent"
 
 
@@ -576,10 +575,8 @@ def test_no_status_but_those_of_the_request_itself_costs_a_rollout(
 def test_a_status_about_the_request_fails_it_at_once(code: int, servers_of: Servers, tmp_path: Path) -> None:
     (server,) = servers_of("vllm")
     for_one_prompt(status(code, "not like this"))(server)
-    with closing(engine_at(server)) as engine:
-        run = run_on(engine, tmp_path)
-    check_trained(run)
-    assert run.error is None and len(run.trained) == ROLLOUTS - 1 and run.preempted == 0
+    run = right_run_on(engine_at(server), tmp_path)
+    assert len(run.trained) == ROLLOUTS - 1 and run.preempted == 0
     assert len(run.failed) == 3 and "not like this" in run.rejected[0]
 
 
@@ -595,10 +592,9 @@ def test_in_a_pool_a_server_that_fails_what_others_do_costs_no_rollout(
 
     servers = servers_of(dialect, 4)
     servers[1].act = act
-    with closing(Pool([engine_at(server) for server in servers])) as pool:
-        run = run_on(pool, tmp_path, rollouts=60)
-    check_trained(run)
-    assert run.error is None and len(run.trained) == 60 and not run.failed
+    pool = Pool([engine_at(server) for server in servers])
+    run = right_run_on(pool, tmp_path, rollouts=60)
+    assert len(run.trained) == 60 and not run.failed
     if hole is not html:  # such a server is busy, as far as one can tell, and gets no work
         assert list(pool.lost) == [1] and "requests that other engines completed" in pool.lost[1]
 
@@ -610,10 +606,8 @@ def test_without_counts_of_tokens_the_server_is_named_and_with_some_all_are_want
     """Without them, lost and repeated events cannot be noticed."""
     (server,) = servers_of("vllm")
     altered(lambda _, lines: [line.replace(b'"usage"', b'"other"') for line in lines], nth=3 if some else 1)(server)
-    with closing(engine_at(server)) as engine:
-        run = run_on(engine, tmp_path)
-    check_trained(run)
-    assert run.error is None and bool(run.failed) == some
+    run = right_run_on(engine_at(server), tmp_path)
+    assert bool(run.failed) == some
     assert caplog.text.count("lost or repeated events") == (not some)
 
 
@@ -621,10 +615,9 @@ def test_without_counts_of_tokens_the_server_is_named_and_with_some_all_are_want
 def test_in_a_pool_the_work_of_a_busy_server_goes_elsewhere(dialect: str, servers_of: Servers, tmp_path: Path) -> None:
     servers = servers_of(dialect, 2)
     first(10**9, status(429))(servers[0])
-    with closing(Pool([engine_at(server, unavailable_seconds=60.0) for server in servers])) as pool:
-        run = run_on(pool, tmp_path)
-    check_trained(run)
-    assert run.error is None and len(run.trained) == ROLLOUTS and not run.failed
+    pool = Pool([engine_at(server, unavailable_seconds=60.0) for server in servers])
+    run = right_run_on(pool, tmp_path)
+    assert len(run.trained) == ROLLOUTS and not run.failed
     assert not pool.lost
 
 
@@ -633,10 +626,8 @@ def test_in_a_pool_a_server_that_restarted_costs_nothing(dialect: str, servers_o
     """It is taken out, unless its requests move and it gets its next weights before it is asked who it is."""
     servers = servers_of(dialect, 2)
     servers[0].restart_at = 1
-    with closing(Pool([engine_at(server) for server in servers])) as pool:
-        run = run_on(pool, tmp_path)
-    check_trained(run)
-    assert run.error is None and len(run.trained) == ROLLOUTS
+    pool = Pool([engine_at(server) for server in servers])
+    assert len(right_run_on(pool, tmp_path).trained) == ROLLOUTS
     assert all(place == 0 and "restarted" in reason for place, reason in pool.lost.items())
 
 
