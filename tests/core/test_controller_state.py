@@ -44,21 +44,9 @@ def check_goes_on_exactly(plan: Scenario, updates: int) -> None:
 @pytest.mark.parametrize("updates", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_restored_run_makes_the_same_batches(mode: str, updates: int) -> None:
-    check_goes_on_exactly(
-        scenario(
-            mode,
-            LENGTHS,
-            redraws=True,
-            slots=3,
-            rollouts_per_update=3,
-            prompts_per_cohort=5,
-            rollouts_per_prompt=2,
-            epochs=2,
-            shuffle=True,
-            seed=5,
-        ),
-        updates,
-    )
+    sizes = {"slots": 3, "rollouts_per_update": 3, "prompts_per_cohort": 5, "rollouts_per_prompt": 2}
+    plan = scenario(mode, LENGTHS, redraws=True, epochs=2, shuffle=True, seed=5, **sizes)
+    check_goes_on_exactly(plan, updates)
 
 
 def in_small_cohorts(plan: Scenario) -> Scenario:
@@ -225,16 +213,16 @@ def test_a_bad_rollout_in_a_checkpoint_is_regenerated_with_its_reason_in_the_log
 
 def test_a_checkpoint_of_another_mode_or_dataset_is_refused() -> None:
     state = run("partial", LENGTHS, rollouts_per_update=2, max_updates=2).checkpoint()
-    with pytest.raises(ValueError, match="made with rollouts_per_prompt = 1, this run has 2"):
-        Run(scenario("partial", LENGTHS, rollouts_per_update=2, rollouts_per_prompt=2), state=state)
-    with pytest.raises(ValueError, match="made in mode partial, this run is april"):
-        Run(scenario("april", LENGTHS, rollouts_per_update=2), state=state)
-    with pytest.raises(ValueError, match=r"made with 13 prompts, seed = 0 .* this run has 12 prompts, seed = 0"):
-        Run(scenario("partial", LENGTHS[:-1], rollouts_per_update=2), state=state)
-    with pytest.raises(ValueError, match="made with seed = 0, this run has 1: resume with 0"):
-        Run(scenario("partial", LENGTHS, rollouts_per_update=2, seed=1), state=state)
-    with pytest.raises(ValueError, match="made with whole_groups = False, this run has True: resume with False"):
-        Run(scenario("partial", LENGTHS, rollouts_per_update=2, whole_groups=True), state=state)
+    for changes, reason in (
+        ({"rollouts_per_prompt": 2}, "made with rollouts_per_prompt = 1, this run has 2"),
+        ({"mode": "april"}, "made in mode partial, this run is april"),
+        ({"lengths": LENGTHS[:-1]}, "made with 13 prompts, seed = 0 .* this run has 12 prompts, seed = 0"),
+        ({"seed": 1}, "made with seed = 0, this run has 1: resume with 0"),
+        ({"whole_groups": True}, "made with whole_groups = False, this run has True: resume with False"),
+    ):
+        given: dict[str, Any] = {"mode": "partial", "lengths": LENGTHS, "rollouts_per_update": 2} | changes
+        with pytest.raises(ValueError, match=reason):
+            Run(scenario(**given), state=state)
     of_an_older_version = {key: value for key, value in state.items() if key not in ("whole_groups", "seed")}
     Run(scenario("partial", LENGTHS, rollouts_per_update=2, whole_groups=True), state=of_an_older_version)
 
@@ -306,9 +294,8 @@ def test_a_run_may_be_restored_on_an_engine_with_other_slots(mode: str, slots: i
 
 def test_a_restored_run_overlaps_as_before() -> None:
     """The clock of the new engine starts at zero, the log's goes on: the learner's step must still overlap."""
-    plan = scenario(
-        "april", [6] * 30, slots=3, rollouts_per_update=3, overlap=True, max_staleness=3, learner_seconds=4.0
-    )
+    sizes = {"slots": 3, "rollouts_per_update": 3, "max_staleness": 3}
+    plan = scenario("april", [6] * 30, overlap=True, learner_seconds=4.0, **sizes)
     undisturbed = Run(plan).to_end()
     first = Run(plan).updates(4)
     second = Run(plan, state=first.checkpoint(), last_time=first.engine.now()).to_end()
@@ -318,15 +305,9 @@ def test_a_restored_run_overlaps_as_before() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_can_be_restored_more_than_once(mode: str) -> None:
     """A run that goes on from a state leaves it as it is: its tokens are not appended to those of the checkpoint."""
-    plan = scenario(
-        mode,
-        LENGTHS,
-        slots=3,
-        rollouts_per_update=3,
-        prompts_per_cohort=5,
-        epochs=2,
-        silent_updates=frozenset(range(99)),  # tokens of one version are joined
-    )
+    sizes = {"slots": 3, "rollouts_per_update": 3, "prompts_per_cohort": 5}
+    silent = frozenset(range(99))  # tokens of one version are joined
+    plan = scenario(mode, LENGTHS, epochs=2, silent_updates=silent, **sizes)
     first = Run(plan).updates(2)
     state, saved = first.checkpoint(), first.checkpoint()
     again = [Run(plan, state=state, last_time=first.engine.now()).to_end() for _ in range(2)]
@@ -351,10 +332,8 @@ class Recorded(Sequence[Prompt]):
         return Prompt(self._names[row], [1, 2])
 
 
-def controller_on(dataset: Sequence[Prompt], rollouts_per_prompt: int) -> Controller:
-    schedule = Schedule(
-        mode="april", rollouts_per_update=4, prompts_per_cohort=4, rollouts_per_prompt=rollouts_per_prompt
-    )
+def controller_on(dataset: Sequence[Prompt], group: int) -> Controller:
+    schedule = Schedule(mode="april", rollouts_per_update=4, prompts_per_cohort=4, rollouts_per_prompt=group)
     engine = PacedEngine(slots=3, length_of=lambda request: 1 + request.id % 5)
     return Controller(engine, Prompts(dataset, epochs=3, seed=4), ScoreAtOnce(lambda rollout: 1.0), schedule)
 

@@ -57,14 +57,11 @@ def test_an_engine_that_ignores_max_new_tokens_costs_its_rollouts(limits: dict[s
     environments = InstantEnvironments(
         lambda rollout: None if rollout.observations else [9] * (20 if int(rollout.prompt.id) % 2 else 5)
     )
-    controller = Controller(
-        IgnoresTheLimit(slots=2, length_of=lambda request: request.prefix_length + 15),
-        Prompts([Prompt(str(i), [1, 2, 3]) for i in range(4)]),
-        ScoreAtOnce(len),
-        Schedule(mode="baseline", rollouts_per_update=2, prompts_per_cohort=4, max_retries=0, **limits),
-        environments=environments,
-        log=EventLog(log.append),
-    )
+    engine = IgnoresTheLimit(slots=2, length_of=lambda request: request.prefix_length + 15)
+    prompts = Prompts([Prompt(str(i), [1, 2, 3]) for i in range(4)])
+    schedule = Schedule(mode="baseline", rollouts_per_update=2, prompts_per_cohort=4, max_retries=0, **limits)
+    parts = engine, prompts, ScoreAtOnce(len), schedule
+    controller = Controller(*parts, environments=environments, log=EventLog(log.append))
     trained = []
     for batch in controller:
         trained += batch

@@ -38,17 +38,8 @@ def test_discard_and_requeue_does_not_starve_slow_prompts(mode: str) -> None:
 @pytest.mark.parametrize("mode", [*KEEPS_TOKENS, "async-pool"])
 def test_completed_groups_are_never_dropped_while_the_learner_steps(mode: str) -> None:
     """Asynchronous: whole groups finish during every step of the learner; each is trained on once."""
-    result = run(
-        mode,
-        ONE_LONG,
-        slots=8,
-        rollouts_per_update=6,
-        rollouts_per_prompt=3,
-        whole_groups=True,
-        overlap=True,
-        max_staleness=3,
-        learner_seconds=7.0,
-    )
+    sizes = {"slots": 8, "rollouts_per_update": 6, "rollouts_per_prompt": 3, "max_staleness": 3}
+    result = run(mode, ONE_LONG, whole_groups=True, overlap=True, learner_seconds=7.0, **sizes)
     assert trained_ids(result) == list(range(3 * len(ONE_LONG)))
     assert result.run_metrics.waste == 0
 

@@ -37,9 +37,7 @@ def score(watch: RejectionWatch, count: int) -> None:
 def test_the_first_updates_worth_of_rejections_stops_the_run() -> None:
     watch = RejectionWatch(128)
     reject(watch, 127)
-    with pytest.raises(
-        TooManyRejected, match="the first 128 rollouts were all rejected; 128 times: KeyError: 'answer'"
-    ):
+    with pytest.raises(TooManyRejected, match="first 128 rollouts were all rejected; 128 times: KeyError: 'answer'"):
         reject(watch, 1)
 
 
@@ -172,12 +170,9 @@ def test_a_score_that_completes_the_update_is_seen_while_the_engine_generates(mo
         return Reward(1.0, True)
 
     engine = QuietEngine(slots=2, length_of=lambda request: 1 if request.id == 0 else 500, step_seconds=0.02)
-    controller = Controller(
-        engine,
-        Prompts([Prompt("short", [1]), Prompt("long", [1])]),
-        BackgroundScorer(slow),
-        Schedule(mode=mode, rollouts_per_update=1, prompts_per_cohort=2, oversubscribe=2.0),
-    )
+    prompts = Prompts([Prompt("short", [1]), Prompt("long", [1])])
+    schedule = Schedule(mode=mode, rollouts_per_update=1, prompts_per_cohort=2, oversubscribe=2.0)
+    controller = Controller(engine, prompts, BackgroundScorer(slow), schedule)
     batch = next(iter(controller))
     assert [rollout.id for rollout in batch] == [0]
     assert engine.steps - scored_at[0] < 150  # of 500; 3 on a machine that is free

@@ -45,16 +45,9 @@ def test_the_number_of_updates_is_known_before_the_run(
     mode: str, prompts: int, cohort: int | None, per_prompt: int, whole_groups: bool, per_update: int
 ) -> None:
     """Cohorts and epochs end with updates of other sizes, and whole groups make updates larger."""
-    plan = scenario(
-        mode,
-        [1 + i * 5 % 7 for i in range(prompts)],
-        slots=4,
-        epochs=2,
-        prompts_per_cohort=cohort,
-        rollouts_per_prompt=per_prompt,
-        whole_groups=whole_groups,
-        rollouts_per_update=per_update,
-    )
+    lengths = [1 + i * 5 % 7 for i in range(prompts)]
+    sizes = {"slots": 4, "rollouts_per_update": per_update, "rollouts_per_prompt": per_prompt, "epochs": 2}
+    plan = scenario(mode, lengths, prompts_per_cohort=cohort, whole_groups=whole_groups, **sizes)
     assert updates_in_all(STRATEGIES[mode], plan.schedule, prompts, 2) == len(Run(plan).to_end().batches)
 
 
@@ -147,15 +140,8 @@ def test_each_epoch_is_another_seeded_permutation() -> None:
 @pytest.mark.parametrize("whole_groups", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_prompt_too_long_is_rejected_at_load_with_all_its_siblings(mode: str, whole_groups: bool) -> None:
-    result = run(
-        mode,
-        [2, 1, 3, 1, 2, 2],
-        rollouts_per_update=4,
-        rollouts_per_prompt=3,
-        whole_groups=whole_groups,
-        prompt_tokens=(1, 9),
-        max_prompt_tokens=8,
-    )
+    sizes = {"rollouts_per_update": 4, "rollouts_per_prompt": 3, "max_prompt_tokens": 8}
+    result = run(mode, [2, 1, 3, 1, 2, 2], whole_groups=whole_groups, prompt_tokens=(1, 9), **sizes)
     reasons = [event.reason for event in result.all(events.Rejected)]
     assert reasons == ["prompt of 9 tokens, max_prompt_tokens is 8"] * 9
     assert {rollout.prompt.id for batch in result.batches for rollout in batch} == {"p0", "p2", "p4"}
@@ -210,9 +196,8 @@ def test_a_response_that_hits_the_token_limit_is_cut_there_and_marked() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whole_sibling_sets_are_trained_on_together(mode: str) -> None:
-    result = run(
-        mode, [4, 9, 2, 7, 1], redraws=True, slots=5, rollouts_per_update=4, rollouts_per_prompt=3, whole_groups=True
-    )
+    sizes = {"slots": 5, "rollouts_per_update": 4, "rollouts_per_prompt": 3}
+    result = run(mode, [4, 9, 2, 7, 1], redraws=True, whole_groups=True, **sizes)
     for batch in result.batches:
         prompts = [rollout.prompt.id for rollout in batch]
         assert all(prompts.count(prompt) == 3 for prompt in prompts)
@@ -371,14 +356,8 @@ def test_a_freed_slot_is_refilled_at_once() -> None:
 
 def test_nothing_is_started_for_a_harvest_that_has_enough() -> None:
     """Six end together and the first two are trained on; the next two harvests need no engine."""
-    result = run(
-        "partial",
-        [4] * 6 + [9] * 2,
-        slots=6,
-        rollouts_per_update=2,
-        prompt_tokens=(5,),
-        step_time=linear(1.0, 0.0, per_prefill_token=1.0),
-    )
+    step_time = linear(1.0, 0.0, per_prefill_token=1.0)
+    result = run("partial", [4] * 6 + [9] * 2, slots=6, rollouts_per_update=2, prompt_tokens=(5,), step_time=step_time)
     assert [started_in(result, harvest) for harvest in range(4)] == [[0, 1, 2, 3, 4, 5], [], [], [6, 7]]
     assert result.run_metrics.seconds == (6 * 5 + 4) + (2 * 5 + 9)
 
@@ -423,9 +402,8 @@ def test_the_score_of_an_attempt_that_was_redone_is_void() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slow_judge_that_goes_on_answering_is_waited_for(mode: str) -> None:
     """Each score is within the limit of the one before it, the last comes much later than the limit."""
-    result = run(
-        mode, [1] * 6, slots=6, rollouts_per_update=6, score_seconds=(4, 8, 12, 16, 20, 24), score_wait_seconds=5
-    )
+    seconds = (4, 8, 12, 16, 20, 24)
+    result = run(mode, [1] * 6, slots=6, rollouts_per_update=6, score_seconds=seconds, score_wait_seconds=5)
     assert result.sizes == [6]
     assert result.run_metrics.regenerated == 0
 
@@ -472,26 +450,17 @@ def test_the_set_goes_on_without_a_rejected_member() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_round_that_loses_members_is_filled_up(mode: str) -> None:
     """More rollouts are rejected than any surplus covers; whatever cap there is must not hold back what is left."""
-    result = run(
-        mode,
-        [3] * 24,
-        slots=4,
-        rollouts_per_update=4,
-        prompts_per_cohort=12,
-        oversubscribe=1.0,
-        unscorable=frozenset({0, 1, 2, 5, 6, 9, 10, 11, 14}),
-    )
+    unscorable = frozenset({0, 1, 2, 5, 6, 9, 10, 11, 14})
+    sizes = {"slots": 4, "rollouts_per_update": 4, "prompts_per_cohort": 12}
+    result = run(mode, [3] * 24, oversubscribe=1.0, unscorable=unscorable, **sizes)
     assert sum(result.sizes) == 15
 
 
 def test_members_that_fail_do_not_use_up_the_cap_of_their_sets() -> None:
     """Two sets of two fill the cap and lose a member each: what is left of them completes nothing, so a third and a
     fourth set are started for this harvest."""
-    result = Run(
-        scenario(
-            "on-policy", [2] * 6, rollouts_per_update=4, rollouts_per_prompt=2, whole_groups=True, oversubscribe=1.0
-        )
-    )
+    sizes = {"rollouts_per_update": 4, "rollouts_per_prompt": 2}
+    result = Run(scenario("on-policy", [2] * 6, whole_groups=True, oversubscribe=1.0, **sizes))
     result.engine._lost_after = lambda request: 1 if request.id in (1, 3) else None
     result.to_end()
     assert result.ids[0] == [4, 5, 6, 7]
@@ -501,15 +470,8 @@ def test_members_that_fail_do_not_use_up_the_cap_of_their_sets() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loading_goes_on_when_all_that_was_loaded_is_rejected(mode: str) -> None:
-    result = run(
-        mode,
-        [2] * 8,
-        slots=1,
-        rollouts_per_update=2,
-        prompts_per_cohort=2,
-        prompt_tokens=(1, 9, 9, 9, 9, 1, 9, 9),
-        max_prompt_tokens=8,
-    )
+    sizes = {"slots": 1, "rollouts_per_update": 2, "prompts_per_cohort": 2, "max_prompt_tokens": 8}
+    result = run(mode, [2] * 8, prompt_tokens=(1, 9, 9, 9, 9, 1, 9, 9), **sizes)
     assert sorted(id for batch in result.ids for id in batch) == [0, 5]
 
 
@@ -529,17 +491,8 @@ def test_the_harvest_waits_for_what_would_exceed_the_bound(mode: str, bound: int
 
 
 def test_the_bound_holds_for_the_oldest_member_of_a_sibling_set() -> None:
-    result = run(
-        "april",
-        [1, 9, 3, 12, 2],
-        redraws=True,
-        slots=4,
-        rollouts_per_update=3,
-        rollouts_per_prompt=3,
-        whole_groups=True,
-        max_staleness=1,
-        epochs=3,
-    )
+    sizes = {"slots": 4, "rollouts_per_update": 3, "rollouts_per_prompt": 3, "max_staleness": 1, "epochs": 3}
+    result = run("april", [1, 9, 3, 12, 2], redraws=True, whole_groups=True, **sizes)
     ages = [batch.version - version for batch in result.batches for r in batch for version in r.versions]
     assert max(ages) == 1
 
@@ -553,29 +506,17 @@ def test_what_is_ready_and_overdue_is_in_the_batch_beyond_its_size() -> None:
 def test_an_overdue_rollout_is_started_whatever_the_cap_says() -> None:
     """For the last batch of a cohort the cap is off, so all of the next cohort is started ahead. Three of it are ready
     when its turn comes: more than the cap allows, but the fourth must be in the coming update, too."""
-    result = run(
-        "partial+lookahead",
-        [1, 1, 5, 5, 1, 1, 1, 30],
-        slots=8,
-        rollouts_per_update=2,
-        prompts_per_cohort=4,
-        oversubscribe=1.0,
-        max_staleness=1,
-    )
+    sizes = {"slots": 8, "rollouts_per_update": 2, "prompts_per_cohort": 4, "max_staleness": 1}
+    result = run("partial+lookahead", [1, 1, 5, 5, 1, 1, 1, 30], oversubscribe=1.0, **sizes)
     assert result.ids == [[0, 1], [2, 3], [4, 5, 6, 7]]
     assert result.run_metrics.staleness_max == 1
 
 
+OVERDUE: dict[str, Any] = {"slots": 4, "rollouts_per_update": 2, "max_staleness": 1, "score_wait_seconds": 5}
+
+
 def run_without_a_score_of_the_overdue_one() -> Run:
-    return run(
-        "april",
-        [3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-        slots=4,
-        rollouts_per_update=2,
-        max_staleness=1,
-        score_seconds=(NEVER, *[0] * 11),
-        score_wait_seconds=5,
-    )
+    return run("april", [3, *[1] * 11], score_seconds=(NEVER, *[0] * 11), **OVERDUE)
 
 
 def test_an_overdue_rollout_whose_score_never_comes_is_restarted_once_and_then_rejected() -> None:
@@ -596,16 +537,7 @@ def test_a_harvest_does_not_wait_for_an_overdue_rollout_that_it_gave_up() -> Non
 
 def test_only_overdue_rollouts_are_restarted_when_a_harvest_waits_for_their_scores() -> None:
     """Rollout 0 is overdue and its score never comes; that of 4 is late, and no bound asks for it."""
-    result = run(
-        "april",
-        [3, 1, 1, 4, 1, 1, 1],
-        slots=4,
-        rollouts_per_update=2,
-        max_staleness=1,
-        score_seconds=(NEVER, 0, 0, 0, 500, 0, 0),
-        score_wait_seconds=5,
-        max_updates=2,
-    )
+    result = run("april", [3, 1, 1, 4, 1, 1, 1], score_seconds=(NEVER, 0, 0, 0, 500, 0, 0), max_updates=2, **OVERDUE)
     assert [event.rollout for event in result.all(events.Regenerated)] == [0]
 
 
@@ -653,16 +585,8 @@ def test_lookahead_starts_only_where_the_staleness_bound_can_hold(bound: int) ->
 
 def test_with_overlap_lookahead_counts_the_update_that_is_under_way() -> None:
     """What is started while the learner steps is one version older than what is started in the next harvest."""
-    result = run(
-        "partial+lookahead",
-        [2] * 12,
-        slots=1,
-        rollouts_per_update=1,
-        prompts_per_cohort=4,
-        max_staleness=1,
-        overlap=True,
-        learner_seconds=5.0,
-    )
+    sizes = {"slots": 1, "rollouts_per_update": 1, "prompts_per_cohort": 4, "max_staleness": 1}
+    result = run("partial+lookahead", [2] * 12, overlap=True, learner_seconds=5.0, **sizes)
     assert result.run_metrics.staleness_max == 1
 
 
@@ -725,9 +649,8 @@ def test_longest_first_starts_what_is_expected_to_be_long() -> None:
 
 
 def test_a_cohort_at_once_gives_several_batches_and_loads_weights_once() -> None:
-    result = run(
-        "cohort-at-once", [3] * 16, slots=4, rollouts_per_update=2, prompts_per_cohort=8, weight_update_seconds=10.0
-    )
+    sizes = {"slots": 4, "rollouts_per_update": 2, "prompts_per_cohort": 8}
+    result = run("cohort-at-once", [3] * 16, weight_update_seconds=10.0, **sizes)
     assert [batch.harvest for batch in result.batches] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [batch.version for batch in result.batches] == list(range(8))
     assert result.run_metrics.staleness_histogram == dict.fromkeys(range(4), 12)
@@ -775,15 +698,8 @@ def test_tail_batching_sets_long_prompts_aside_for_a_round_of_their_own() -> Non
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
 def test_the_asynchronous_pool_holds_its_bound(bound: int) -> None:
-    result = run(
-        "async-pool",
-        [40] + [1, 2, 3] * 20,
-        slots=6,
-        rollouts_per_update=3,
-        max_staleness=bound,
-        overlap=True,
-        learner_seconds=2.0,
-    )
+    sizes = {"slots": 6, "rollouts_per_update": 3, "max_staleness": bound}
+    result = run("async-pool", [40] + [1, 2, 3] * 20, overlap=True, learner_seconds=2.0, **sizes)
     assert result.run_metrics.staleness_max <= bound
     have_started: set[int] = set()
     trained: set[int] = set()

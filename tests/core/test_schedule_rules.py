@@ -69,18 +69,9 @@ def test_a_seed_gives_the_same_run() -> None:
 
 def outcome_of(mode: str = "partial", *endings: Ending) -> Outcome:
     """A run of groups over two epochs, with stops, resumes and stale tokens."""
-    plan = scenario(
-        mode,
-        [7, 1, 12, 2, 5, 9],
-        slots=3,
-        rollouts_per_update=4,
-        rollouts_per_prompt=2,
-        whole_groups=True,
-        prompts_per_cohort=4,
-        max_staleness=None if mode == "on-policy" else 3,
-        epochs=2,
-        learner_seconds=1.0,
-    )
+    sizes = {"slots": 3, "rollouts_per_update": 4, "rollouts_per_prompt": 2, "prompts_per_cohort": 4, "epochs": 2}
+    bound = None if mode == "on-policy" else 3
+    plan = scenario(mode, [7, 1, 12, 2, 5, 9], whole_groups=True, max_staleness=bound, learner_seconds=1.0, **sizes)
     return play(Case(seed=0, scenario=plan, saves=(True,), endings=endings))
 
 

@@ -51,21 +51,11 @@ def backlog_of(prompts: int, seconds_per_score: float, *, whole_groups: bool = F
         return free_at - engine.now()
 
     backlog, metrics = Backlog(), Metrics()
-    controller = Controller(
-        engine,
-        Prompts([Prompt(str(n), [1, 2]) for n in range(prompts)]),
-        SimulatedScorer(engine, seconds_of=seconds_of),
-        Schedule(
-            mode="partial+elevator",
-            rollouts_per_update=UPDATE,
-            prompts_per_cohort=4,
-            rollouts_per_prompt=4,
-            whole_groups=whole_groups,
-            max_response_tokens=20,
-            score_wait_seconds=1000.0,
-        ),
-        log=EventLog(backlog, metrics),
-    )
+    dataset, scorer = [Prompt(str(n), [1, 2]) for n in range(prompts)], SimulatedScorer(engine, seconds_of=seconds_of)
+    sizes: dict[str, Any] = {"prompts_per_cohort": 4, "rollouts_per_prompt": 4, "rollouts_per_update": UPDATE}
+    limits: dict[str, Any] = {"max_response_tokens": 20, "score_wait_seconds": 1000.0}
+    schedule = Schedule(mode="partial+elevator", whole_groups=whole_groups, **sizes, **limits)
+    controller = Controller(engine, Prompts(dataset), scorer, schedule, log=EventLog(backlog, metrics))
     for _ in controller:
         controller.publish()
     found = metrics.run_metrics()
@@ -108,9 +98,8 @@ def scored_by(
 ) -> tuple[list[Rollout], dict[int, str]]:
     """The rollouts that are trained on, and the reasons of rejections."""
     log: list[Event] = []
-    schedule = Schedule(
-        mode=mode, rollouts_per_update=4, prompts_per_cohort=8, max_response_tokens=5, score_wait_seconds=0.2
-    )
+    limits: dict[str, Any] = {"max_response_tokens": 5, "score_wait_seconds": 0.2}
+    schedule = Schedule(mode=mode, rollouts_per_update=4, prompts_per_cohort=8, **limits)
     prompts = Prompts([Prompt(f"p{i}", [1]) for i in range(16)])
     controller = Controller(engine, prompts, scorer, schedule, environments=environments, log=EventLog(log.append))
     trained: list[Rollout] = []

@@ -93,16 +93,8 @@ def test_while_the_learner_works_ready_rollouts_add_up_to_its_next_part() -> Non
 
 
 def test_groups_are_streamed_whole() -> None:
-    done = run(
-        "on-policy",
-        [2, 3, 9],
-        slots=6,
-        rollouts_per_update=4,
-        rollouts_per_prompt=2,
-        prompts_per_cohort=3,
-        whole_groups=True,
-        streams=True,
-    )
+    sizes = {"slots": 6, "rollouts_per_update": 4, "rollouts_per_prompt": 2, "prompts_per_cohort": 3}
+    done = run("on-policy", [2, 3, 9], whole_groups=True, streams=True, **sizes)
     assert parts_of(done)[0] == (0, (0, 1))
 
 
@@ -128,16 +120,9 @@ class LongestOnly(Strategy):
 
 
 def test_a_strategy_with_its_own_batch_must_name_what_is_certain() -> None:
-    prompts = Prompts([Prompt("p", [1])])
+    parts = Prompts([Prompt("p", [1])]), ScoreAtOnce(len), Schedule(rollouts_per_update=1)
     with pytest.raises(ConfigurationError, match="mode mine decides at the end of a harvest"):
-        Controller(
-            paced(),
-            prompts,
-            ScoreAtOnce(len),
-            Schedule(rollouts_per_update=1),
-            strategy=LongestOnly("mine"),
-            stream_to=RecordingLearner().accumulate,
-        )
+        Controller(paced(), *parts, strategy=LongestOnly("mine"), stream_to=RecordingLearner().accumulate)
 
 
 # --- in real time ---------------------------------------------------------------------------------------------
@@ -199,9 +184,8 @@ def test_with_overlap_the_engine_goes_on_while_the_learner_ends_its_part() -> No
             time.sleep(0.001)
         learner.accumulate(rollouts, version)
 
-    controller = controller_over(
-        engine, accumulate, mode="partial+elevator", overlap=True, max_staleness=4, rollouts_per_update=4
-    )
+    settings = {"overlap": True, "max_staleness": 4, "rollouts_per_update": 4}
+    controller = controller_over(engine, accumulate, mode="partial+elevator", **settings)
     submitted_when_free: list[int] = []
     trained: list[int] = []
     for batch in controller:

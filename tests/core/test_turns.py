@@ -143,24 +143,15 @@ def test_limits_end_a_rollout_and_leave_the_reward_to_the_scorer(
 @pytest.mark.parametrize(("bring_back", "attempt"), [("replay", 0), ("state", 0), ("never", 1)])
 def test_a_resumed_run_brings_environments_back(bring_back: str, attempt: int) -> None:
     """Rollout 0 is in its second call when the run is saved."""
-    plan = scenario(
-        "partial+elevator",
-        [2, 2, 2, 2, 2, 2],
-        slots=2,
-        turns=(3, 1, 1, 1, 1, 1),
-        observations=(3,),
-        calls=(EnvironmentCall(seconds=4.0),),
-        rollouts_per_update=2,
-        bring_back=bring_back,
-    )
-    first = Run(plan)
+    sizes: dict[str, Any] = {"slots": 2, "rollouts_per_update": 2, "turns": (3, 1, 1, 1, 1, 1)}
+    first = turning("partial+elevator", [2] * 6, seconds=4.0, bring_back=bring_back, **sizes)
     for _ in first.batches_in_turn():
         rollout = first.controller.live.get(0)
         if rollout is not None and rollout.id in first.controller.buffer.in_environment and rollout.observations:
             break
     state = first.checkpoint()
     assert (state["environments"] == {"0": {"id": 0, "turns": 1}}) == (bring_back == "state")
-    second = Run(plan, state=state, last_time=first.engine.now()).to_end()
+    second = Run(first.scenario, state=state, last_time=first.engine.now()).to_end()
     rollout = next(r for b in second.batches for r in b if r.id == 0)
     assert rollout.attempt == attempt
     assert len(second.all(events.Regenerated)) == attempt

@@ -356,11 +356,8 @@ class Player:
         return self.outcome
 
     def _scenario(self, life: int) -> Scenario:
-        slots, settings, scenario = (
-            self.case.slots_of_later_lives,
-            self.case.settings_of_later_lives,
-            self.case.scenario,
-        )
+        slots, settings = self.case.slots_of_later_lives, self.case.settings_of_later_lives
+        scenario = self.case.scenario
         if life and slots:
             scenario = replace(scenario, slots=slots[life % len(slots)])
         if self.state is not None and settings:
