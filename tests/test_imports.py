@@ -112,14 +112,8 @@ def fresh_import(module: str) -> tuple[float, list[str]]:
         "seconds = time.process_time() - began\n"
         "print(json.dumps([seconds, sorted(set(sys.modules) - before)]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(PACKAGE.parent)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
+    command, environment = [sys.executable, "-c", code], {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     seconds, modules = json.loads(done.stdout)
     return seconds, modules
 

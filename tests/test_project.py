@@ -28,14 +28,9 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(example)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_TELEMETRY": "1"},
-    )
+    command = [sys.executable, str(example)]
+    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "update" in done.stdout
 
@@ -59,14 +54,12 @@ def test_lengths_are_counted_in_the_logs_of_trl_and_verl(tmp_path: Path) -> None
     answer = [call, {"role": "tool", "content": "17"}, {"role": "assistant", "content": "Bob is a knave."}]
     in_trl = {"step": [1], "prompt": [conversation], "completion": [answer], "advantage": [0.5]}
     parquet.write_table(Table.from_pydict(in_trl), tmp_path / "completions_00001.parquet")
-    in_verl = [
-        {"input": "Who?", "output": text, "gts": "Bob", "score": 1.0, "step": 1} for text in ("Bob.", "Bob, I say.")
-    ]
+    row = {"input": "Who?", "gts": "Bob", "score": 1.0, "step": 1}
+    in_verl = [row | {"output": text} for text in ("Bob.", "Bob, I say.")]
     (tmp_path / "1.jsonl").write_text("\n".join(map(json.dumps, in_verl)) + "\n\n")
     lengths_in = runpy.run_path(str(ROOT / "examples" / "lengths_from_logs.py"))["lengths_in"]
-    found = [
-        row for name in ("completions_00001.parquet", "1.jsonl") for row in lengths_in(str(tmp_path / name), tokenizer)
-    ]
+    files = [str(tmp_path / name) for name in ("completions_00001.parquet", "1.jsonl")]
+    found = [row for file in files for row in lengths_in(file, tokenizer)]
     texts = ["Bob is a knave.", "Bob.", "Bob, I say."]
     assert [row["length"] for row in found] == [len(tokenizer(text).input_ids) + 1 for text in texts]
     assert found[1]["prompt"] == found[2]["prompt"] != found[0]["prompt"]
@@ -148,14 +141,8 @@ def cpu_seconds_of_children() -> float:
 
 
 def run_sortedrl(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sortedrl", *words],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-    )
+    command, environment = [sys.executable, "-m", "sortedrl", *words], os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=folder, env=environment)
 
 
 @pytest.mark.slow
@@ -176,11 +163,8 @@ def test_a_wheel_is_built_installed_and_works(tmp_path: Path) -> None:
     printed = run(str(bin / "sortedrl"), "simulate", "--cohorts", "1", "--modes", "baseline", "partial")
     assert "partial" in printed
     assert run(str(bin / "sortedrl"), "plan", "--cohorts", "1")
-    run(
-        str(bin / "python"),
-        "-c",
-        "import sortedrl, importlib.resources as r; r.files(sortedrl).joinpath('py.typed').read_text()",
-    )
+    code = "import sortedrl, importlib.resources as r; r.files(sortedrl).joinpath('py.typed').read_text()"
+    run(str(bin / "python"), "-c", code)
     assert "update" in run(str(bin / "python"), str(ROOT / "examples" / "bring_your_own_engine.py"))
     missing = subprocess.run([str(bin / "sortedrl"), "train"], capture_output=True, text=True, cwd=tmp_path)
     assert missing.returncode == 2

@@ -64,10 +64,7 @@ def free_port() -> int:
 
 SERVER = f"http://127.0.0.1:{free_port()}"
 REFUSED = {
-    "a model": (
-        ["train", "--model", "./nowhere"],
-        "model = './nowhere' (set by flag --model): there is no such folder",
-    ),
+    "model": (["train", "--model", "./nowhere"], "model = './nowhere' (set by flag --model): there is no such folder"),
     "a model to evaluate": (["eval", "--model", "./nowhere"], "there is no such folder"),
     "a server": (
         ["train", "--engine", "vllm-server", "--engine-urls", SERVER],
@@ -77,10 +74,7 @@ REFUSED = {
     "a variant of a task": (["eval", "--task", "math:gsmk"], "no preset 'gsmk' for math; use one of dapo, gsm8k"),
     "a task of a dry run": (["train", "--dry-run", "--task", "knihgts"], "no task 'knihgts'; use knights"),
     "a task of your own": (["train", "--dry-run", "--task", "no_such:thing"], "no module 'no_such'"),
-    "a tool of a dry run": (
-        ["eval", "--dry-run", "--tools", "calculater"],
-        "tools = 'calculater' (set by flag --tools)",
-    ),
+    "a dry run's tool": (["eval", "--dry-run", "--tools", "calculater"], "tools = 'calculater' (set by flag --tools)"),
     "a model of a dry run": (["eval", "--dry-run", "--model", "./nowhere"], "there is no such folder"),
     "the settings of a run": (["train", "--resume", "run", "--seed", "3"], "with other settings (seed: 0 -> 3)"),
     "vLLM": (["train", "--engine", "vllm"], "vLLM is not installed: pip install '.[vllm]'"),

@@ -48,9 +48,8 @@ def certificate(tmp_path: Path) -> Path:
         pytest.skip("openssl is not installed")
     file = tmp_path / "server.pem"
     request = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run(
-        ["openssl", *request.split(), "-keyout", file, "-out", tmp_path / "c"], check=True, capture_output=True
-    )
+    command = ["openssl", *request.split(), "-keyout", file, "-out", tmp_path / "c"]
+    subprocess.run(command, check=True, capture_output=True)
     file.write_bytes(file.read_bytes() + (tmp_path / "c").read_bytes())
     return file
 

@@ -38,16 +38,11 @@ def request(id: int, prompt: Sequence[int], max_new_tokens: int, seed: int = 0, 
 
 def random_requests(count: int, seed: int, longest: int = 60, **sampling: Any) -> list[Request]:
     rng = random.Random(seed)
-    return [
-        request(
-            id,
-            [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))],
-            rng.randrange(1, longest),
-            rng.getrandbits(63),
-            **sampling,
-        )
-        for id in range(count)
-    ]
+    requests = []
+    for id in range(count):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))]
+        requests.append(request(id, prompt, rng.randrange(1, longest), rng.getrandbits(63), **sampling))
+    return requests
 
 
 def reference_logprobs(model: Any, request: Request, tokens: Sequence[int]) -> list[float]:
@@ -324,10 +319,8 @@ def test_stop_strings_end_with_the_token_that_completes_one() -> None:
     text = {id: tokenizer.decode(free.tokens(id)) for id in free.finished}
     cut_from = max(text, key=lambda id: len(text[id]))
     strings = (text[cut_from][20:23], text[cut_from][60:62])
-    engine = engine_of(model, tokenizer=tokenizer)
-    ledger = completed(
-        engine, [request(r.id, r.prompt.tokens, r.max_new_tokens, r.seed, stop_strings=strings) for r in asked]
-    )
+    stopped = [request(r.id, r.prompt.tokens, r.max_new_tokens, r.seed, stop_strings=strings) for r in asked]
+    ledger = completed(engine_of(model, tokenizer=tokenizer), stopped)
     for id in free.finished:
         tokens = free.tokens(id)
         prefixes = (tokens[:n] for n in range(1, len(tokens) + 1))

@@ -20,9 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sortedrl.testing", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, "-m", "sortedrl.testing", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_the_command_of_the_docs_checks_the_engine_of_the_docs() -> None:

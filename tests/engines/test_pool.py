@@ -218,9 +218,8 @@ def test_when_the_last_member_is_lost_it_says_so() -> None:
     with pytest.raises(EngineDied, match=r"no engine of the pool is left \(engine 1: .*killed.*; engine 2: .*killed"):
         while True:
             pool.poll()
-    assert all(not isinstance(change, RequestFinished) for change in pool.abort([0, 1, 2, 3])), (
-        "what ran can still be stopped"
-    )
+    aborted = pool.abort([0, 1, 2, 3])
+    assert not any(isinstance(change, RequestFinished) for change in aborted), "what ran can still be stopped"
     with pytest.raises(EngineDied, match="weight update to version 1 failed on every engine"):
         pool.update_weights(None, 1)
 
@@ -445,14 +444,10 @@ class PoolRun(Run):
         super().__init__(scenario)
         self.members = [self._member(slots, dies_at_call=death) for slots, death in zip(sizes, deaths, strict=True)]
         self.pool = pool_of(self.members)
-        self.controller = Controller(
-            self.pool,
-            Prompts(scenario.dataset(), epochs=scenario.epochs, seed=scenario.schedule.seed, shuffle=scenario.shuffle),
-            ScoreAtOnce(self._reward),
-            scenario.schedule,
-            log=EventLog(self._keep, self.metrics),
-            max_updates=scenario.max_updates,
-        )
+        order: dict[str, Any] = {"epochs": scenario.epochs, "seed": scenario.schedule.seed, "shuffle": scenario.shuffle}
+        parts = self.pool, Prompts(scenario.dataset(), **order), ScoreAtOnce(self._reward), scenario.schedule
+        log = EventLog(self._keep, self.metrics)
+        self.controller = Controller(*parts, log=log, max_updates=scenario.max_updates)
 
     def _member(self, slots: int, dies_at_call: int | None = None) -> PacedEngine:
         length_of = self.scenario.length_of

@@ -28,9 +28,8 @@ from sortedrl.engines.step_time import PRESETS, Point, StepTime, fit, linear, re
 
 def engine(slots: int = 2, step_time: StepTime | None = None, **knobs: Any) -> SimulatedEngine:
     """A request's seed is its length."""
-    return SimulatedEngine(
-        slots=slots, step_time=step_time or linear(1.0, 0.0), length_of=lambda request: request.seed, **knobs
-    )
+    step_time = step_time or linear(1.0, 0.0)
+    return SimulatedEngine(slots=slots, step_time=step_time, length_of=lambda request: request.seed, **knobs)
 
 
 def request(id: int, length: int, *, prompt: int = 0, kept: int = 0, max_new_tokens: int = 1000) -> Request:
@@ -135,9 +134,8 @@ def test_a_lost_request_hands_over_what_it_made() -> None:
     one.submit([request(0, 5), request(1, 9)])
     changes = to_end(one)
     assert tokens_of(changes, 1) == [0, 1, 2]
-    assert [change for change in changes if isinstance(change, RequestFailed)] == [
-        RequestFailed(1, 3.0, "lost by the engine")
-    ]
+    failed = [change for change in changes if isinstance(change, RequestFailed)]
+    assert failed == [RequestFailed(1, 3.0, "lost by the engine")]
 
 
 # Memory
@@ -246,17 +244,9 @@ def test_replayed_lengths_are_those_of_the_prompt() -> None:
 
 
 LENGTH_FILES = [
-    (
-        "lengths.jsonl",
-        '{"lengths": [12]}\n\n{"prompt": "a", "lengths": [3, 4]}\n{"prompt": "a", "length": 5.0}\n',
-        "12 3,4,5",
-    ),
+    ("jsonl", '{"lengths": [12]}\n\n{"prompt": "a", "lengths": [3, 4]}\n{"prompt": "a", "length": 5.0}\n', "12 3,4,5"),
     ("jsonl", '12\n{"length": 7}\n9\n', "12,7,9"),  # without a prompt they are everybody's
-    (
-        "lengths.jsonl",
-        '\ufeff{"prompt_id": 3, "completion_tokens": 12}\n{"prompt_id": 4, "response_length": 5}\n',
-        "12 5",
-    ),
+    ("jsonl", '\ufeff{"prompt_id": 3, "completion_tokens": 12}\n{"prompt_id": 4, "response_length": 5}\n', "12 5"),
     ("json", "[12, 7]", "12,7"),
     ("json", '[\n  {"length": 12},\n  {"length": 7}\n]\n', "12,7"),
     ("json", '[{"lengths": [12, 7]}]', "12,7"),
@@ -292,11 +282,7 @@ def test_lengths_are_read_from_many_kinds_of_files(ending: str, text: str, expec
         ("csv", b"prompt,length\na,3\nb\n", "line 3: length '' is not a number of tokens"),
         ("csv", b"prompt,length\na,3\nb,long\n", "line 3: length 'long'"),
         ("csv", b"length\nnan\n", "line 2: length nan"),
-        (
-            "lengths.csv",
-            b"step,completion_length\n1,812.0\n2,803.4\n",
-            r"line 3: length 803\.4 is not a whole number.* means",
-        ),
+        ("csv", b"step,completion_length\n1,812.0\n2,803.4\n", r"line 3: length 803\.4 is not a whole number.* means"),
         ("jsonl", b"", "no lengths in this file"),
         ("jsonl", b"12\n{\n", "line 2: not JSON"),
         ("jsonl", b'{"a', r"line 1: not JSON \(Unterminated string starting at column 2\)"),

@@ -1,6 +1,7 @@
 """Tools and environments in SortedGRPOTrainer, against GRPOTrainer: real TRL, a scripted model, on the CPU."""
 
 import asyncio
+import functools
 import re
 import threading
 from collections import Counter
@@ -182,18 +183,13 @@ def test_limits_end_a_rollout_as_in_grpo_trainer(limit: int, tmp_path: Path) -> 
     """Around the length at which the first results fit, among them the one at which nothing can follow them."""
     calls: list[int] = []
 
-    def add(a: int, b: int) -> str:
-        """Add two numbers.
-
-        Args:
-            a: The first.
-            b: The second.
-        """
+    @functools.wraps(add)
+    def counted(a: int, b: int) -> str:
         calls.append(a)
-        return f"{a + b}D"
+        return add(a, b)
 
     fields = {"max_completion_length": limit, "mask_truncated_completions": True}
-    plain, ours, logs = both_trainers(tmp_path, SCRIPT, CASES, fields, tools=[add, again, fails, slowly])
+    plain, ours, logs = both_trainers(tmp_path, SCRIPT, CASES, fields, tools=[counted, again, fails, slowly])
     assert ours == plain
     assert_same_metrics(logs)
     assert max(len(row["tokens"]) for row in ours) == limit
@@ -338,13 +334,11 @@ def test_environments_may_own_the_prompts(tmp_path: Path) -> None:
 def test_every_mode_trains_on_turns_of_its_own_instances(mode: str, filter_groups: str | None, tmp_path: Path) -> None:
     """Responses of random length, some stopped in mid-episode; each instance must have seen its rollout's calls."""
     args = config(tmp_path, max_steps=6, max_completion_length=200, learning_rate=1e-3)
-    given: dict[str, Any] = {
-        "environment_factory": Counter24,
-        "reward_funcs": own_instance,
-        "train_dataset": starts(24),
-    }
+    given: dict[str, Any] = {"environment_factory": Counter24, "reward_funcs": own_instance}
     schedule = Schedule(mode=mode, filter_groups=filter_groups)
-    trainer = trainer_of(SortedGRPOTrainer, tmp_path, COUNTING, args=args, schedule=schedule, slots=3, **given)
+    trainer = trainer_of(
+        SortedGRPOTrainer, tmp_path, COUNTING, args=args, schedule=schedule, slots=3, train_dataset=starts(24), **given
+    )
     Counter24.made = 0
     trainer.train()
     history = losses_in(trainer)
@@ -389,9 +383,8 @@ def test_a_step_is_that_of_grpo_trainer_on_the_same_rollouts(
 
     # Several groups may finish together and make the update larger.
     args = config(tmp_path / "theirs", **fields | {"per_device_train_batch_size": len(seen)})
-    theirs = trainer_of(
-        Replayed, tmp_path / "theirs", COUNTING, args=args, train_dataset=data.select(rows[::GROUP]), **given
-    )
+    data = data.select(rows[::GROUP])
+    theirs = trainer_of(Replayed, tmp_path / "theirs", COUNTING, args=args, train_dataset=data, **given)
     theirs.train()
     expected = {name: value.detach() for name, value in theirs.model.named_parameters()}
     assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-3
@@ -599,14 +592,8 @@ class Random:
         ({"tools": TOOLS, "train_dataset": Dataset.from_dict({"prompt": ["go A"]})}, "lists of chat messages"),
         ({"tools": TOOLS, "tool_threads": -1}, "tool_threads"),
         ({"tools": TOOLS, "tool_limit_seconds": 0}, "tool_limit_seconds"),
-        (
-            {"environment_factory": {"count": Counter24}, "train_dataset": questions("N", environment=["cuont"])},
-            "cuont",
-        ),
-        (
-            {"environment_factory": {"count": Counter24}},
-            r"\['case', 'prompt', 'start'\]: it has no column named environment",
-        ),
+        ({"environment_factory": {"count": Counter24}, "train_dataset": questions("N", environment=["cout"])}, "cout"),
+        ({"environment_factory": {"count": Counter24}}, r"'prompt', 'start'\]: it has no column named environment"),
         ({"environment_factory": Random}, "reset returned different observations for row"),
     ],
 )

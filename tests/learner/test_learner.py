@@ -105,10 +105,8 @@ def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) ->
     """Rollouts of different lengths, a few per micro-batch: with 30 some are recomputed and some are not."""
     model, same_model = tiny_model(**TWO_LAYERS), tiny_model(**TWO_LAYERS)
     plain = gradients(learner_with(model=model, tokens_per_micro_batch=40), random_rollouts())
-    settings = LearnerSettings(
-        tokens_per_micro_batch=40, gradient_checkpointing=True, recompute_above_tokens=above_tokens
-    )
-    learner = Learner(same_model, settings)
+    limits: dict[str, Any] = {"tokens_per_micro_batch": 40, "recompute_above_tokens": above_tokens}
+    learner = learner_with(same_model, gradient_checkpointing=True, **limits)
     sizes, layer_passes = [], []
     trunk = learner.model.model
     trunk.embed_tokens.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].numel()))
@@ -126,22 +124,11 @@ def test_which_micro_batches_are_recomputed_changes_no_bit(above_tokens: int) ->
     ids=["recomputed", "entropy and KL"],
 )
 def test_compiled_updates_equal_plain_ones_and_compile_once(options: dict[str, Any]) -> None:
-    def learner(compiled: bool) -> Learner:
-        settings = LearnerSettings(
-            algorithm="grpo",
-            normalizer_tokens=100,
-            learning_rate=1e-3,
-            warmup_updates=10,
-            weight_decay=0.1,
-            tokens_per_micro_batch=60,
-            compile_layers=compiled,
-            **options,
-        )
-        return Learner(tiny_model(**TWO_LAYERS), settings)
-
+    options = options | {"algorithm": "grpo", "normalizer_tokens": 100, "tokens_per_micro_batch": 60}
+    options |= {"learning_rate": 1e-3, "warmup_updates": 10, "weight_decay": 0.1}
     torch._dynamo.reset()
     counters.clear()
-    plain, compiled = learner(False), learner(True)
+    plain, compiled = (learner_with(tiny_model(**TWO_LAYERS), compile_layers=on, **options) for on in (False, True))
     widths = set()
     compiled.model.base_model.register_forward_pre_hook(
         lambda _, __, inputs: widths.add(inputs["input_ids"].shape[1]), with_kwargs=True
@@ -653,13 +640,8 @@ def test_a_step_that_failed_half_way_can_be_repeated() -> None:
 def test_weights_have_the_names_of_the_model_and_score_like_the_learner(lora_rank: int, tied: bool) -> None:
     if lora_rank:
         pytest.importorskip("peft", reason="LoRA needs peft: pip install peft")
-    learner = learner_with(
-        model=tiny_model(tie_word_embeddings=tied),
-        lora_rank=lora_rank,
-        learning_rate=1e-2,
-        warmup_updates=0,
-        kl_coefficient=0.1,
-    )
+    options: dict[str, Any] = {"learning_rate": 1e-2, "warmup_updates": 0, "kl_coefficient": 0.1}
+    learner = learner_with(tiny_model(tie_word_embeddings=tied), lora_rank=lora_rank, **options)
     first = learner.step(as_batch(random_rollouts()))
     assert first["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert learner.step(as_batch(random_rollouts()))["kl_reference"] > 1e-4
@@ -735,10 +717,7 @@ def test_bf16_keeps_the_positions_of_a_long_context(tmp_path: Path, loaded_as: t
     [
         ({"top_p": 0.9}, "top_p = 0.9: .*ratio is biased.*top_p = 1.0"),
         ({"algorithm": "dpo"}, "algorithm = 'dpo': it should be .*reinforce"),
-        (
-            {"algorithm": "grpo", "advantage_baseline": "batch"},
-            "advantage_baseline = 'batch': grpo uses the group baseline",
-        ),
+        ({"algorithm": "grpo", "advantage_baseline": "batch"}, "advantage_baseline = 'batch': grpo uses the group"),
         ({"algorithm": "ppo", "advantage_baseline": "group"}, "advantage_baseline = 'group': with ppo the critic"),
         ({"importance_cap": 0.5}, "importance_cap = 0.5: .*Use 2.0"),
         ({"temperature": 0.0}, "temperature = 0.0"),
@@ -829,17 +808,10 @@ def test_grpo_loss_and_gradients_are_trls(
     rollouts = random_rollouts(PROMPTS, SIBLINGS)
     logged, snapshots = trl_two_steps(rollouts, tmp_path, loss_type, level)
 
-    settings = LearnerSettings(
-        algorithm="grpo",
-        off_policy_correction="cispo" if loss_type == "cispo" else "ppo_clip",
-        importance_cap=CISPO_CAP,
-        ratio_level=level,
-        aggregation=aggregation,
-        normalizer_tokens=PROMPTS * SIBLINGS * MAX_TOKENS,
-        kl_coefficient=0.1,
-        temperature=TEMPERATURE,
-        max_grad_norm=NO_CLIPPING,
-    )
+    correction: Any = "cispo" if loss_type == "cispo" else "ppo_clip"
+    loss: dict[str, Any] = {"aggregation": aggregation, "ratio_level": level, "importance_cap": CISPO_CAP}
+    loss |= {"normalizer_tokens": PROMPTS * SIBLINGS * MAX_TOKENS, "kl_coefficient": 0.1, "temperature": TEMPERATURE}
+    settings = LearnerSettings(algorithm="grpo", off_policy_correction=correction, max_grad_norm=NO_CLIPPING, **loss)
     rollouts = sampled_with(tiny_model(), rollouts, TEMPERATURE)
     for step, (weights, their_gradients) in enumerate(snapshots):
         ours, same_again = Learner(tiny_model(), settings), Learner(tiny_model(), settings)

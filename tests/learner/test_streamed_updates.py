@@ -20,18 +20,10 @@ ROUNDING = 3e-6  # of the largest entry
 LEARNERS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": "grpo", "off_policy_correction": "ppo_clip"},
     "grpo, token_mean, KL": {"algorithm": "grpo", "aggregation": "token_mean", "kl_coefficient": 0.2},
-    "rloo, sequence_mean, cispo": {
-        "algorithm": "rloo",
-        "aggregation": "sequence_mean",
-        "off_policy_correction": "cispo",
-    },
+    "rloo, means, cispo": {"algorithm": "rloo", "aggregation": "sequence_mean", "off_policy_correction": "cispo"},
     "rloo, token_mean, mask": {"algorithm": "rloo", "aggregation": "token_mean", "off_policy_correction": "mask"},
     "reinforce++": {"algorithm": "reinforce++", "off_policy_correction": "decoupled"},
-    "reinforce++, sequence_mean, KL, entropy": {
-        "aggregation": "sequence_mean",
-        "kl_coefficient": 0.1,
-        "entropy_coefficient": 0.1,
-    },
+    "reinforce++, KL, entropy": {"aggregation": "sequence_mean", "kl_coefficient": 0.1, "entropy_coefficient": 0.1},
     "reinforce++, group": {"advantage_baseline": "group", "off_policy_correction": "cispo", "ratio_level": "sequence"},
     "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "critic_learning_rate": 1e-2},
     "ppo, token_mean, KL": {"algorithm": "ppo", "aggregation": "token_mean", "kl_coefficient": 0.1},

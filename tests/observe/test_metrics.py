@@ -216,9 +216,8 @@ def test_staleness_is_by_token() -> None:
 
 
 def test_rates_are_per_wall_clock_hour() -> None:
-    result = run_metrics(
-        updated(0.0, [5, 5]), Phase(0.0, "learner"), updated(0.0, [5, 5], first=2, update=1), Phase(36.0, "end")
-    )
+    second = updated(0.0, [5, 5], first=2, update=1)
+    result = run_metrics(updated(0.0, [5, 5]), Phase(0.0, "learner"), second, Phase(36.0, "end"))
     assert result.updates_per_hour == pytest.approx(200)
     assert result.trained_rollouts_per_hour == pytest.approx(400)
     assert result.trained_tokens_per_hour == pytest.approx(2000)
@@ -238,10 +237,8 @@ def sortedness(batches: Sequence[Sequence[int]], *, group: int = 1) -> float | N
     """Of updates with these lengths; `group`: rollouts that are trained on together."""
     settings = {"rollouts_per_prompt": group, "whole_groups": group > 1}
     firsts = accumulate((len(batch) for batch in batches), initial=0)
-    updates = [
-        updated(0.0, batch, first=first, update=i)
-        for i, (batch, first) in enumerate(zip(batches, firsts, strict=False))
-    ]
+    numbered = enumerate(zip(batches, firsts, strict=False))
+    updates = [updated(0.0, batch, first=first, update=i) for i, (batch, first) in numbered]
     return Metrics().fold([RunBegan(0.0, 2, "partial", settings), *updates]).run_metrics().sortedness
 
 
@@ -317,9 +314,8 @@ def test_only_trained_rollouts_count_in_the_length_bias() -> None:
 
 def test_cutting_and_redoing_shows_as_a_length_bias() -> None:
     lengths = [random.Random(i).choice([5, 10, 20, 40, 80]) for i in range(400)]
-    result = run(
-        "on-policy", lengths, redraws=True, slots=16, rollouts_per_update=16, prompts_per_cohort=64
-    ).run_metrics
+    sizes = {"slots": 16, "rollouts_per_update": 16, "prompts_per_cohort": 64}
+    result = run("on-policy", lengths, redraws=True, **sizes).run_metrics
     assert result.length_bias is not None and result.length_bias < -0.05
     assert result.uncut_mean_length == pytest.approx(sum(lengths) / len(lengths), rel=0.1)
 

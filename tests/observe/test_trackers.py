@@ -114,9 +114,8 @@ def test_weights_and_biases_without_a_login_is_refused_in_one_line(tmp_path: Pat
     )
     plain = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environment = plain | {"PYTHONPATH": str(ROOT / "src"), "HOME": str(tmp_path), "NETRC": str(tmp_path / "no")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.stdout.startswith("tracker Log in with"), done.stderr
 
 
@@ -131,9 +130,8 @@ def test_trackio_has_every_point(tmp_path: Path) -> None:
         "TRACKIO_DIR": str(tmp_path / "trackio"),  # read when the package is imported
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "my-run")], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", code, str(tmp_path / "my-run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "", "stdout belongs to --json"
     assert read_trackio(tmp_path / "trackio") == points(LINES)

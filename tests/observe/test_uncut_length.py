@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -40,14 +41,8 @@ LENGTHS: dict[str, LengthOf] = {"lognormal": LognormalLengths(), "bimodal": Bimo
 def check(mode: str, lengths: str, group: int, seed: int, *, whole: bool) -> float:
     """The error of the estimate."""
     log: list[Event] = []
-    schedule = Schedule(
-        mode=mode,
-        rollouts_per_prompt=group,
-        whole_groups=whole,
-        rollouts_per_update=128,
-        prompts_per_cohort=512 // group,
-        seed=seed,
-    )
+    groups: dict[str, Any] = {"rollouts_per_prompt": group, "whole_groups": whole, "prompts_per_cohort": 512 // group}
+    schedule = Schedule(mode=mode, rollouts_per_update=128, seed=seed, **groups)
     known = run(Workload(lengths=LENGTHS[lengths], prompts=ROLLOUTS // group), schedule, log.append).length_bias
     estimated = Metrics().fold(log).run_metrics().length_bias
     assert known is not None and estimated is not None

@@ -364,9 +364,8 @@ def test_the_page_draws_curves_with_bands_and_asks_nothing_of_a_network(browser:
     charts = browser.ask("[...document.querySelectorAll('.chart')].map(div => div.id)")
     assert charts == ["difference-samples_to_threshold", "difference-curve_area", "learning"]
     traces = browser.ask("document.getElementById('learning').data.map(({name, y}) => [name, Array.from(y)])")
-    assert [name for name, _ in traces] == [
-        f"{arm}{part}" for arm in ("slow", "fast", "never") for part in (", low", ", high", "")
-    ]
+    expected = [f"{arm}{part}" for arm in ("slow", "fast", "never") for part in (", low", ", high", "")]
+    assert [name for name, _ in traces] == expected
     found = compared(folder)
     for arm in GAIN:
         low, high, mean = (dict(traces)[f"{arm}{part}"] for part in (", low", ", high", ""))

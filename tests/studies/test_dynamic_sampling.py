@@ -44,9 +44,8 @@ def test_groups_are_filtered_by_the_rewards_in_a_file(tmp_path: Path) -> None:
 
 
 def test_the_rewards_of_a_run_are_those_of_each_prompts_first_group(tmp_path: Path) -> None:
-    done = run(
-        "partial", [2, 3, 4], group_rewards=("right", "mixed"), epochs=2, rollouts_per_prompt=2, rollouts_per_update=2
-    )
+    sizes = {"epochs": 2, "rollouts_per_prompt": 2, "rollouts_per_update": 2}
+    done = run("partial", [2, 3, 4], group_rewards=("right", "mixed"), **sizes)
     (tmp_path / "events.jsonl").write_text(written(done.events))
     assert read_episodes(tmp_path / "events.jsonl").rewards == ((1.0, 1.0), (0.0, 1.0), (1.0, 1.0))
 

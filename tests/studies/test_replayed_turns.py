@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,15 +30,8 @@ SCHEDULE = Schedule(rollouts_per_update=16, rollouts_per_prompt=4, prompts_per_c
 RUN_BEGAN = json.dumps({"event": "RunBegan", **RunBegan(0.0, 2, "partial", {})._asdict()})
 
 
-def workload(episodes: DrawnEpisodes | ReplayedEpisodes | None = DRAWN, **more: object) -> Workload:
-    return Workload(
-        lengths=LENGTHS,
-        episodes=episodes,
-        step_time=PRESETS["h200-8b"],
-        slots=16,
-        prompts=32,
-        **more,  # type: ignore[arg-type]
-    )
+def workload(episodes: DrawnEpisodes | ReplayedEpisodes | None = DRAWN, **more: Any) -> Workload:
+    return Workload(lengths=LENGTHS, episodes=episodes, step_time=PRESETS["h200-8b"], slots=16, prompts=32, **more)
 
 
 def log_of(path: Path, work: Workload, schedule: Schedule = SCHEDULE) -> Path:

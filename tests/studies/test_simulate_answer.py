@@ -106,7 +106,7 @@ SIZES: dict[str, Any] = {"slots": 16, "rollouts_per_update": 16, "prompts_per_co
 MANY: dict[str, Any] = {"rollouts_per_update": 20_000, "slots": 20_000, "engines": 200, "prompts_per_cohort": 20_000}
 NOTICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # settings with the notice, and a change without it
     "cuts 137 of 301 responses (45.5%)": ({"lengths": "", "max_response_tokens": 8192}, {"max_response_tokens": None}),
-    "has 301 responses, fewer than a cohort of 302": (
+    "301 responses, fewer than a cohort of 302": (
         {"lengths": "", "prompts_per_cohort": 302}, {"prompts_per_cohort": 301},
     ),
     "cuts about 97% of the drawn responses": ({"max_response_tokens": 200}, {"median_length": 50}),
@@ -374,9 +374,8 @@ def test_plan_and_simulate_mean_the_same_by_their_fraction_of_the_limit() -> Non
     assert baseline["of_limit"] == simulated["of_limit"] > 1.1 * baseline["run_of_limit"]
     assert baseline["run_of_limit"] == simulated["trained_tokens_per_hour"] / 3600 / simulated["limit"]
     choice = planned["choice"]
-    fractions = (
-        f"{choice['run_of_limit']:.2f} of the limit over the whole run ({choice['of_limit']:.2f} while it generates)"
-    )
+    over_all, generating = choice["run_of_limit"], choice["of_limit"]
+    fractions = f"{over_all:.2f} of the limit over the whole run ({generating:.2f} while it generates)"
     assert fractions in planned["reason"]
 
 
@@ -421,9 +420,8 @@ def test_the_error_is_that_of_other_seeds() -> None:
 
 def test_modes_that_work_ahead_need_several_seeds_for_an_error_of_their_own() -> None:
     settings = SimulateSettings(slots=16, rollouts_per_update=16, prompts_per_cohort=64, cohorts=4)
-    rows = cases(
-        simulated_workload(settings), simulated_schedule(settings), ("baseline", "partial+elevator"), ("warm",)
-    )
+    modes = ("baseline", "partial+elevator")
+    rows = cases(simulated_workload(settings), simulated_schedule(settings), modes, ("warm",))
     for seeds, is_known in (((0,), False), ((0, 1, 2), True)):
         found = compare(rows, seeds)
         assert found["baseline"]["goodput_error"] is not None
@@ -475,13 +473,8 @@ def test_a_rollout_costs_little_and_no_more_in_a_longer_run(mode: str) -> None:
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])
 def test_no_number_is_cut_in_a_narrow_terminal(width: int) -> None:
-    metrics = {
-        "trained_tokens_per_hour": 36e6,
-        "bubble": 0.123,
-        "waste": 0.4,
-        "staleness_mean": 1.25,
-        "length_bias": -0.001,
-    }
+    metrics = {"trained_tokens_per_hour": 36e6, "bubble": 0.123, "waste": 0.4, "staleness_mean": 1.25}
+    metrics["length_bias"] = -0.001
     modes = {name: metrics | {"mode": name} for name in ("baseline", "on-policy+planned (warm)")}
     console = Console(width=width, file=io.StringIO())
     show(console, [table_of("", modes, ANSWER), "A sentence that is wrapped at this width."])

@@ -97,14 +97,10 @@ def run_of(mode: str, problems: int, does: str) -> tuple[list[str], list[str]]:
     log: list[events.Event] = []
     trained: list[str] = []
     with environments_of(does, workers=2) as environments:
-        controller = Controller(
-            PacedEngine(slots=16, length_of=lambda request: len(request.prefix) + 3, step_seconds=0.001),
-            Prompts(prompts, epochs=2),
-            environments.ends,
-            Schedule(mode=mode, rollouts_per_update=8, rollouts_per_prompt=2, prompts_per_cohort=problems),
-            environments=environments,
-            log=EventLog(log.append, RejectionWatch(8)),
-        )
+        engine = PacedEngine(slots=16, length_of=lambda request: len(request.prefix) + 3, step_seconds=0.001)
+        schedule = Schedule(mode=mode, rollouts_per_update=8, rollouts_per_prompt=2, prompts_per_cohort=problems)
+        parts = engine, Prompts(prompts, epochs=2), environments.ends, schedule
+        controller = Controller(*parts, environments=environments, log=EventLog(log.append, RejectionWatch(8)))
         for batch in controller:
             trained += [rollout.prompt.id for rollout in batch]
             controller.publish()

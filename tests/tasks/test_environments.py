@@ -214,9 +214,7 @@ def test_a_canceled_call_has_no_answer_and_its_instance_is_closed(tmp_path: Path
     assert notes(log)[:4] == ["p0 reset", "p0 step one", "p0 step sleep 600", "p0 close"]
 
 
-@pytest.mark.parametrize(
-    "instance", ["is there", "was dropped", "of a resumed run", "of a resumed run, from its state"]
-)
+@pytest.mark.parametrize("instance", ["is there", "was dropped", "of a resumed run", "of a resumed run, from state"])
 @pytest.mark.parametrize("cuts_a_turn", [True, False])
 def test_a_rollout_that_a_limit_ended_gets_its_reward_from_finish(
     kind: str, tmp_path: Path, cuts_a_turn: bool, instance: str

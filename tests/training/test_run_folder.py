@@ -239,10 +239,8 @@ def test_a_checkpoint_of_another_run_is_refused_before_anything_is_touched(run: 
     other_state(newest, lambda state: state["notes"]["settings"].update(algorithm="ppo", seed=7))
     before = content_of(run)
     line = one_line(resume(run, 5))
-    assert (
-        f"checkpoint {newest} cannot be used: it is that of another run (algorithm: 'ppo' -> 'grpo', seed: 7 -> 0)"
-        in line
-    )
+    reason = "it is that of another run (algorithm: 'ppo' -> 'grpo', seed: 7 -> 0)"
+    assert f"checkpoint {newest} cannot be used: {reason}" in line
     assert content_of(run) == before
     shutil.rmtree(newest)
     assert resume(run, 5).returncode == 0
