@@ -1,5 +1,7 @@
 """Bugs that users of other RL systems have hit, as far as the random schedules do not show their absence."""
 
+from typing import Any
+
 import pytest
 
 import scenarios
@@ -56,7 +58,7 @@ def test_one_straggler_does_not_hold_up_the_step(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_straggler_that_never_answers_does_not_wedge_the_run(mode: str) -> None:
     """Neither one whose judge is silent nor one that the engine keeps losing."""
-    faults = {"score_seconds": (NEVER, *[0.0] * 23), "score_wait_seconds": 5.0, "max_retries": 2}
+    faults: dict[str, Any] = {"score_seconds": (NEVER, *[0.0] * 23), "score_wait_seconds": 5.0, "max_retries": 2}
     result = Run(scenario(mode, ONE_LONG, rollouts_per_update=4, **faults))
     result.engine._lost_after = lambda request: 0 if request.id == 7 else None
     result.to_end()

@@ -184,7 +184,7 @@ def test_with_overlap_the_engine_goes_on_while_the_learner_ends_its_part() -> No
             time.sleep(0.001)
         learner.accumulate(rollouts, version)
 
-    settings = {"overlap": True, "max_staleness": 4, "rollouts_per_update": 4}
+    settings: dict[str, Any] = {"overlap": True, "max_staleness": 4, "rollouts_per_update": 4}
     controller = controller_over(engine, accumulate, mode="partial+elevator", **settings)
     submitted_when_free: list[int] = []
     trained: list[int] = []
