@@ -33,9 +33,9 @@ class Growing(toy.SayA):
     [
         (
             "--max-context-tokens 2",
-            ["max_context_tokens = 2 (set by", "no prompt leaves room", "shortest has 2 tokens"],
+            ["max_context_tokens = 2 (set by flag --max-context-tokens): no prompt", "shortest has 2 tokens"],
         ),
-        ("--max-turns 3", ["max_turns = 3 (set by", "task toy:SayA has neither an environment nor tools"]),
+        ("--max-turns 3", ["max_turns = 3 (set by flag --max-turns): task toy:SayA has neither an environment nor"]),
     ],
 )
 def test_a_limit_that_no_rollout_can_keep_or_reach_is_refused_at_once(
