@@ -42,7 +42,8 @@ class EngineBase(Engine):
     copies_weights: bool = False  # it never sees the learner's weights: `publish` without weights is an error
     has_own_device: bool = False  # the learner may compute while it generates, as beside the client of a server
     virtual_time: bool = False  # its clock is simulated, so waiting costs nothing
-    deliver_to: Callable[[Callable[[Sequence[Change]], None]], None] | None = None  # in place of `poll`: for a pool
+    # In place of `poll`, for a pool. What it delivers has lists that it does not use again.
+    deliver_to: Callable[[Callable[[Sequence[Change]], None]], None] | None = None
 
     @property
     def is_available(self) -> bool:

@@ -30,6 +30,7 @@ KINDS = frozenset(get_args(Change))
 HIGHEST_LOGPROB = 1e-3  # a probability of 1, with room for rounding
 LOWEST_LOGPROB = -1e4  # far below any token that was sampled, and far from overflow in the learner's float32
 MOST_SECONDS_AHEAD = 1.0  # of the engine's clock: one that is put together from several may be a little off
+_TOKEN_KINDS, _LOGPROB_KINDS = frozenset({int}), frozenset({float, int})
 NO_LOGPROB = f"a log-probability that is not a finite number from {LOWEST_LOGPROB:g} to 0"
 _log = logging.getLogger(__name__)
 
@@ -160,10 +161,10 @@ class CheckedEngine(ForwardingEngine):
 
     def _tokens(self, change: Tokens, request: _Submitted) -> Change:
         segment = plain(change.segment)
+        if fault := fault_of(segment):
+            raise ValueError(fault)
         if segment is not change.segment:
             change = Tokens(change.id, change.at, segment)
-            if fault := fault_of(segment):
-                raise ValueError(fault)
         made, version = len(segment.tokens), segment.version
         if made > request.room:
             raise ValueError(f"{made} tokens where {request.room} were left: max_new_tokens was {request.most}")
@@ -231,29 +232,30 @@ def fault_of(segment: Segment) -> str | None:
 
 
 def plain(segment: Segment) -> Segment:
-    """The segment with Python's numbers in lists of its own: a checkpoint cannot hold arrays, the segments of a rollout
-    grow, and an engine may use its lists again. Ranges are the simulator's.
+    """The segment with Python's numbers in lists, since a checkpoint cannot hold arrays. Ranges are the simulator's.
 
     Raises a ValueError, which names what was reported, for anything but token ids, log-probabilities, a mask of 0 and
     1, and an integer as version."""
     tokens, logprobs, version, mask = segment.tokens, segment.logprobs, segment.version, segment.mask
     if type(tokens) is type(logprobs) is range:
         return segment
-    tokens = _own(tokens, {int}, _integer, "a token id that is not an integer")
+    if type(tokens) is not list or not _TOKEN_KINDS.issuperset(map(type, tokens)):
+        tokens = _numbers(tokens, _integer, "a token id that is not an integer")
     if tokens and min(tokens) < 0:
         raise ValueError(f"token id {min(tokens)}, and ids count from 0")
-    logprobs = _own(logprobs, {float, int}, float, NO_LOGPROB)
+    if type(logprobs) is not list or not _LOGPROB_KINDS.issuperset(map(type, logprobs)):
+        logprobs = _numbers(logprobs, float, NO_LOGPROB)
     if mask is not None:
-        mask = _own(mask, set(), _bit, "a mask that is not made of 0 and 1")
+        mask = _numbers(mask, _bit, "a mask that is not made of 0 and 1")
     if type(version) is not int:
-        (version,) = _own([version], set(), _integer, "a version that is not an integer")
+        (version,) = _numbers([version], _integer, "a version that is not an integer")
+    if tokens is segment.tokens and logprobs is segment.logprobs and mask is None and version is segment.version:
+        segment.__post_init__()  # an engine may have changed the lists since it made the segment
+        return segment
     return Segment(tokens, logprobs, version, mask)
 
 
-def _own(values: Sequence[Any], kinds: set[type], convert: Callable[[Any], Any], fault: str) -> list[Any]:
-    """A list of our own; values of these kinds are taken as they are."""
-    if type(values) is list and not set(map(type, values)) - kinds:
-        return values[:]
+def _numbers(values: Sequence[Any], convert: Callable[[Any], Any], fault: str) -> list[Any]:
     try:
         return [convert(value) for value in values]
     except (TypeError, ValueError, OverflowError):

@@ -166,8 +166,7 @@ class Rollout:
         return [bit for segment in self.segments for bit in _mask_of(segment)]
 
     def append(self, segment: Segment) -> None:
-        """Add tokens of the policy at the end. The segment is the rollout's from now on: tokens of the same version
-        extend its lists."""
+        """Add tokens of the policy at the end, to lists of its own: an engine may use those it delivered again."""
         added = len(segment.tokens)
         if not added:
             return
@@ -179,7 +178,7 @@ class Rollout:
         self.length += added
         self.policy_length += added
         if last is None or segment.version != last.version:
-            self.segments.append(segment)
+            self.segments.append(segment.copy())
             return
         self.segments[-1] = Segment(
             tokens=_joined(last.tokens, segment.tokens),

@@ -25,7 +25,7 @@ class Response:
     def add(self, segment: Segment) -> None:
         """Tokens that cannot be such, which no tokenizer could decode, make it a failure."""
         try:
-            self.segments.append(plain(segment))
+            self.segments.append(plain(segment).copy())  # the engine may use its lists again
         except ValueError as error:
             self.failure = f"the engine reported {error}"
 

@@ -269,14 +269,16 @@ class Pool(EngineBase):
     def _note(self, member: Member, changes: Sequence[Change]) -> None:
         freed = False
         now = self.now()
+        reuses_lists = member.engine.deliver_to is None  # perhaps: when it is polled again, before the pool is
         for change in changes:
             entry = member.entries.get(change.id)
             if entry is None:
                 _log.warning("engine %d reports %s for a request that it does not have", member.place, change)
                 continue
             if isinstance(change, Tokens):
-                with suppress(ValueError):  # a segment of unequal parts: the scheduler says so
-                    change = change._replace(segment=change.segment.copy())  # its engine may use the lists again
+                if reuses_lists:
+                    with suppress(ValueError):  # a segment of unequal parts: the scheduler says so
+                        change = change._replace(segment=change.segment.copy())
                 entry.tokens.extend(change.segment.tokens)
                 entry.logprobs.extend(change.segment.logprobs)
             elif isinstance(change, RequestStarted):
