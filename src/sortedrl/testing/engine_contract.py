@@ -316,9 +316,12 @@ class EngineContract:
         ledger.run()
         right = []
         for id, part in parts.items():
-            tokens, cut = once.tokens(id), sum(map(len, part))
-            if cut and tokens == again.tokens(id) and tokens[cut:] != tokens[:-cut]:  # else it does not tell
-                right.append(ledger.tokens(id) == tokens[cut:])
+            prefix = [token for segment in part for token in segment.tokens]
+            tokens, first = once.tokens(id)[: len(prefix) + 4], once.tokens(id)[:4]
+            follows = tokens[len(prefix) :]
+            is_repeated = [*prefix, *follows] == tokens == again.tokens(id)[: len(tokens)]
+            if prefix and follows and follows != first and is_repeated:
+                right.append(ledger.tokens(id)[: len(follows)] == follows)  # else it does not tell
         if not right:
             raise SkipTest("near temperature 0, its responses differ from run to run, end early or repeat themselves")
         which = f"{sum(right)} of {len(right)} do: the context is prompt.tokens and prefix_tokens"
