@@ -48,6 +48,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     commands = (tmp_path / "site" / "cli.html").read_text(encoding="utf-8")
     assert "sortedrl train" in commands and "--max-staleness" in commands
     assert "carry_on_during" in (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    for page in (tmp_path / "site").glob("*.html"):  # what Markdown did not recognize as code or as a list
+        paragraphs = re.findall(r"<p>.*?</p>", page.read_text(encoding="utf-8"), re.DOTALL)
+        assert not [text for text in paragraphs if "```" in text or re.search(r"\n *[-*] ", text)], page.name
 
 
 def blocks_of(page: str, language: str) -> list[str]:

@@ -621,7 +621,7 @@ def test_what_cannot_work_is_refused_in_one_line(arguments: dict[str, Any], foun
 @pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python file=trl_tools.py\n(.*?)```", page, re.DOTALL)
+    (source,) = re.findall(r'```python title="trl_tools.py"\n(.*?)```', page, re.DOTALL)
     example: dict[str, Any] = {"__name__": "trl_tools"}
     exec(compile(source, "trl_tools.py", "exec"), example)
     guess = {n: call("guess", value=n) for n in (50, 25, 75)}

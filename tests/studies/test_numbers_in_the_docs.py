@@ -72,7 +72,7 @@ def test_how_sorted_the_updates_are() -> None:
     cold, warm, oracle, partial = (f"{value:.2f}" for value in (*elevator, reference("partial").sortedness))
     page = " ".join((ROOT / "docs/concepts.md").read_text(encoding="utf-8").split())
     assert f"is {cold} in a first epoch, {warm} after one epoch and {oracle} with nearly known lengths" in page
-    assert f"`partial` needs no lengths for {partial}," in page
+    assert f"`partial` reaches {partial} without lengths," in page
 
 
 def trained_lengths(mode: str) -> list[tuple[int, ...]]:

@@ -150,7 +150,7 @@ def test_the_examples_of_the_documentation_run(folder: Path) -> None:
     for library in ("math_verify", "reasoning_gym"):
         pytest.importorskip(library)
     text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
-    blocks = re.findall(r"```(?:python|json)(?: file=(\S+))?\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r'```(?:python|json)(?: title="(\S+)")?\n(.*?)```', text, re.DOTALL)
     assert len(blocks) >= 8
     for number, (name, code) in enumerate(blocks):
         path = folder / (name or f"example_{number}.py")

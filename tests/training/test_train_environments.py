@@ -298,7 +298,7 @@ def test_the_second_built_in_model_is_picked_for_its_task_and_small() -> None:
 def documented(tmp_path: Path) -> Path:
     """A folder with the files of the documentation."""
     page = (ROOT / "docs" / "environments.md").read_text()
-    for name, code in re.findall(r"```python file=(\S+)\n(.*?)```", page, re.DOTALL):
+    for name, code in re.findall(r'```python title="(\S+)"\n(.*?)```', page, re.DOTALL):
         (tmp_path / name).write_text(code)
     return tmp_path
 
