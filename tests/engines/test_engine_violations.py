@@ -35,6 +35,7 @@ from sortedrl.engines.lengths import ForcedLengths
 from sortedrl.engines.pool import Pool
 from sortedrl.engines.servers.messages import retry_after
 from sortedrl.engines.servers.outage import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Outage
+from sortedrl.testing.engine_contract import Ledger
 
 MOST = 9  # tokens of a response
 NAN = float("nan")
@@ -205,6 +206,10 @@ def test_an_engine_may_keep_and_reuse_the_lists_that_it_delivers(reuses: bool, p
     with closing(Pool([engine])) if pooled else nullcontext(engine) as used:
         trained, _, _ = trained_by(used, 9, per_update=3)
         (response,) = generate(used, [Request(99, Prompt("p", [1]), (), MOST, 5)])
+        ledger = Ledger(used)  # of the contract suite
+        ledger.submit([Request(100, Prompt("p", [1]), (), MOST, 5)])
+        ledger.run()
+    assert ledger.tokens(100) == response.tokens and ledger.logprobs(100) == response.logprobs
     for made in [*trained, response]:
         assert made.logprobs == [-position - 1 for position in made.tokens]
         assert made.tokens == list(range(len(made.tokens))) != []

@@ -64,9 +64,9 @@ def restore(state: dict[str, Any], generation: Generation) -> None:
     restore_cursor(s.prompts, state["prompts"])
     s.expectation.restore(state["expectation"])
     _restore_buffer(state["buffer"], ledger)  # after all that the order of waiting rollouts depends on
-    judge, ledger.on_complete = ledger.on_complete, lambda group: None
+    on_complete, ledger.on_complete = ledger.on_complete, lambda group: None
     generation.loader.reject_too_long(s.buffer.live.values())  # all members of a group: what is left is not judged
-    ledger.on_complete = judge
+    ledger.on_complete = on_complete
     _regenerate_invalid(ledger)
     if sampling is not None:
         sampling.restore(state.get("filter"))  # sortedrl 0.2 had no filter

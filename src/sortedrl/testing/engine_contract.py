@@ -118,7 +118,7 @@ class Ledger:
             assert id in self.running
             self.running.remove(id)
         elif isinstance(change, Tokens):
-            segment = plain(change.segment)
+            segment = plain(change.segment).copy()  # the engine may use its lists again
             assert len(segment) > 0
             assert fault_of(segment) is None, fault_of(segment)
             self.segments[id].append(segment)
